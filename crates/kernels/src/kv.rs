@@ -1,0 +1,284 @@
+//! Storage of keys and values: blocks of 32 positions, aligned to position 0, for all layers that share a window.
+//!
+//! A block holds, for each of its layers and each head, the keys transposed (`[head_dim, 32]`, so that a lane is a
+//! key) and the values (`[32, head_dim]`, so that a lane is a dimension).
+
+use crate::exec::Exec;
+use crate::isa::Kernel;
+use crate::simd::{LANES, Simd};
+use std::alloc::{Layout, alloc_zeroed, dealloc};
+use std::fmt;
+use std::ptr::NonNull;
+use std::str::FromStr;
+
+/// Positions in a block: the unit of paging and of every attention sum.
+pub const KV_BLOCK: usize = 32;
+
+/// How keys and values are kept.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum KvType {
+    /// Single precision.
+    F32,
+    /// Half precision.
+    F16,
+}
+
+impl KvType {
+    /// The name that `--kv` takes.
+    pub fn name(self) -> &'static str {
+        match self {
+            KvType::F32 => "f32",
+            KvType::F16 => "f16",
+        }
+    }
+
+    fn bytes(self) -> usize {
+        match self {
+            KvType::F32 => 4,
+            KvType::F16 => 2,
+        }
+    }
+}
+
+impl fmt::Display for KvType {
+    fn fmt(&self, f: &mut fmt::Formatter) -> fmt::Result {
+        f.write_str(self.name())
+    }
+}
+
+impl FromStr for KvType {
+    type Err = String;
+
+    fn from_str(s: &str) -> Result<KvType, String> {
+        [KvType::F32, KvType::F16]
+            .into_iter()
+            .find(|kind| kind.name() == s)
+            .ok_or_else(|| format!("'{s}' is no KV type: expected f32 or f16"))
+    }
+}
+
+/// The shape of one layer's part of a block.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct KvLayout {
+    /// How numbers are kept.
+    pub kind: KvType,
+    /// Key and value heads.
+    pub n_kv_heads: usize,
+    /// Dimensions of a head.
+    pub head_dim: usize,
+}
+
+impl KvLayout {
+    /// Bytes of one layer in a block.
+    pub fn layer_bytes(&self) -> usize {
+        self.n_kv_heads * self.head_bytes()
+    }
+
+    /// Keys, then values.
+    fn head_bytes(&self) -> usize {
+        self.key_bytes() + KV_BLOCK * self.value_stride() * self.kind.bytes()
+    }
+
+    fn key_bytes(&self) -> usize {
+        self.head_dim * KV_BLOCK * self.kind.bytes()
+    }
+
+    /// Elements from one value to the next: whole vectors, so that loads stay inside.
+    fn value_stride(&self) -> usize {
+        self.head_dim.next_multiple_of(LANES)
+    }
+}
+
+/// Blocks of one size, made when first needed, reused when freed.
+pub struct KvBlocks {
+    block_bytes: usize,
+    blocks: Vec<Block>,
+    free: Vec<u32>,
+}
+
+/// Zeroed memory that starts on a cache line.
+struct Block {
+    data: NonNull<u8>,
+    layout: Layout,
+}
+
+// SAFETY: a Block owns its memory and gives it out through &self and &mut self only.
+unsafe impl Send for Block {}
+// SAFETY: as above.
+unsafe impl Sync for Block {}
+
+impl Block {
+    fn new(bytes: usize) -> Option<Block> {
+        let layout = Layout::from_size_align(bytes.max(1), 64).ok()?;
+        // SAFETY: the size is not zero.
+        let data = NonNull::new(unsafe { alloc_zeroed(layout) })?;
+        Some(Block { data, layout })
+    }
+}
+
+impl Drop for Block {
+    fn drop(&mut self) {
+        // SAFETY: allocated in `new` with this layout.
+        unsafe { dealloc(self.data.as_ptr(), self.layout) }
+    }
+}
+
+impl KvBlocks {
+    /// No blocks yet, of `block_bytes` each.
+    pub fn new(block_bytes: usize) -> KvBlocks {
+        KvBlocks { block_bytes, blocks: Vec::new(), free: Vec::new() }
+    }
+
+    /// A block whose contents are whatever an earlier owner left; `None` when memory ends.
+    pub fn alloc(&mut self) -> Option<u32> {
+        if let Some(id) = self.free.pop() {
+            return Some(id);
+        }
+        let id = u32::try_from(self.blocks.len()).ok()?;
+        self.blocks.push(Block::new(self.block_bytes)?);
+        // A later `free` must not allocate.
+        self.free.reserve(self.blocks.len());
+        Some(id)
+    }
+
+    /// Gives a block back.
+    pub fn free(&mut self, id: u32) {
+        debug_assert!((id as usize) < self.blocks.len() && !self.free.contains(&id));
+        self.free.push(id);
+    }
+
+    /// Bytes of the blocks that are in use.
+    pub fn bytes_used(&self) -> usize {
+        (self.blocks.len() - self.free.len()) * self.block_bytes
+    }
+
+    pub(crate) fn block(&self, id: u32) -> *mut u8 {
+        self.blocks[id as usize].data.as_ptr()
+    }
+
+    pub(crate) fn block_bytes(&self) -> usize {
+        self.block_bytes
+    }
+}
+
+/// Rows of a batch that belong to one sequence: `rows` new positions after `past` old ones.
+#[derive(Clone, Copy, Debug)]
+pub struct KvSpan<'a> {
+    /// First row in the batch.
+    pub row: usize,
+    /// How many.
+    pub rows: usize,
+    /// Positions before the first row.
+    pub past: usize,
+    /// Number of the block that `table` starts with: earlier ones have left the window.
+    pub first_block: usize,
+    /// The sequence's blocks, in order of positions.
+    pub table: &'a [u32],
+}
+
+impl KvSpan<'_> {
+    /// Where position `pos` is: block and place in it.
+    #[inline(always)]
+    pub(crate) fn locate(&self, pos: usize) -> (u32, usize) {
+        (self.table[pos / KV_BLOCK - self.first_block], pos % KV_BLOCK)
+    }
+}
+
+/// One layer of a cache, for [`kv_store`] and [`attention`](crate::attention::attention).
+pub struct KvLayer<'a> {
+    /// The shape of the layer's part of a block.
+    pub layout: KvLayout,
+    /// The blocks.
+    pub blocks: &'a KvBlocks,
+    /// Which of the layers that share the blocks.
+    pub index: usize,
+}
+
+impl KvLayer<'_> {
+    /// The keys of a head in a block, and its values.
+    pub(crate) fn head(&self, block: u32, head: usize) -> (*mut u8, *mut u8) {
+        let layout = &self.layout;
+        let offset = self.index * layout.layer_bytes() + head * layout.head_bytes();
+        assert!(offset + layout.head_bytes() <= self.blocks.block_bytes() && head < layout.n_kv_heads);
+        // SAFETY: inside the block, by the assertion.
+        unsafe {
+            let key = self.blocks.block(block).add(offset);
+            (key, key.add(layout.key_bytes()))
+        }
+    }
+}
+
+/// Stores the keys and values of all rows of `spans`. `k` and `v`: `[rows, n_kv_heads, head_dim]`.
+///
+/// # Panics
+/// If shapes do not match or a table has no block for a position.
+pub fn kv_store(exec: &Exec, layer: &mut KvLayer, spans: &[KvSpan], k: &[f32], v: &[f32]) {
+    let layout = layer.layout;
+    let width = layout.n_kv_heads * layout.head_dim;
+    for span in spans {
+        assert!((span.row + span.rows) * width <= k.len().min(v.len()), "rows of a span are in k and v");
+    }
+    let layer = &*layer;
+    exec.pool.for_each(layout.n_kv_heads, &|head| exec.isa.run(Store { layer, spans, k, v, head }));
+}
+
+struct Store<'a> {
+    layer: &'a KvLayer<'a>,
+    spans: &'a [KvSpan<'a>],
+    k: &'a [f32],
+    v: &'a [f32],
+    head: usize,
+}
+
+impl Kernel for Store<'_> {
+    #[inline(always)]
+    fn run<S: Simd>(self, s: S) {
+        let layout = self.layer.layout;
+        let (width, dim) = (layout.n_kv_heads * layout.head_dim, layout.head_dim);
+        for span in self.spans {
+            for i in 0..span.rows {
+                let (block, slot) = span.locate(span.past + i);
+                let (key, value) = self.layer.head(block, self.head);
+                let at = (span.row + i) * width + self.head * dim;
+                let (k, v) = (&self.k[at..at + dim], &self.v[at..at + dim]);
+                // SAFETY: the head's part of the block is this task's alone; keys are [dim, 32], values
+                // [32, value_stride].
+                unsafe {
+                    match layout.kind {
+                        KvType::F32 => {
+                            let (key, value) = (key.cast::<f32>(), value.cast::<f32>());
+                            for (d, x) in k.iter().enumerate() {
+                                key.add(d * KV_BLOCK + slot).write(*x);
+                            }
+                            let value = value.add(slot * layout.value_stride());
+                            value.copy_from_nonoverlapping(v.as_ptr(), dim);
+                        }
+                        KvType::F16 => {
+                            let (key, value) = (key.cast::<u16>(), value.cast::<u16>());
+                            let mut half = [0u16; LANES];
+                            for d in (0..dim).step_by(LANES) {
+                                let n = LANES.min(dim - d);
+                                to_f16(s, &k[d..d + n], &mut half);
+                                for (j, x) in half[..n].iter().enumerate() {
+                                    key.add((d + j) * KV_BLOCK + slot).write(*x);
+                                }
+                                to_f16(s, &v[d..d + n], &mut half);
+                                let value = value.add(slot * layout.value_stride() + d);
+                                value.copy_from_nonoverlapping(half.as_ptr(), n);
+                            }
+                        }
+                    }
+                }
+            }
+        }
+    }
+}
+
+#[inline(always)]
+fn to_f16<S: Simd>(s: S, x: &[f32], out: &mut [u16; LANES]) {
+    // SAFETY: x has its length, out 16.
+    unsafe {
+        let x = if x.len() == LANES { s.load(x.as_ptr()) } else { s.load_partial(x.as_ptr(), x.len()) };
+        s.store_f16(out.as_mut_ptr(), x);
+    }
+}

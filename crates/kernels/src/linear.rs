@@ -1,0 +1,422 @@
+//! Weight matrices and their products with rows of activations.
+
+use crate::act::{Acts, GROUP};
+use crate::dtype::{Arith, DType, Group};
+use crate::exec::Exec;
+use crate::float_panel::{self, FloatJob, SIDE};
+use crate::isa::Isa;
+use crate::pack::{Packing, Segment};
+use crate::panel::{self, Panel, PanelJob, WideGroup};
+use crate::pool::SharedMut;
+use crate::simd::LANES;
+use bytes::Bytes;
+use std::sync::OnceLock;
+
+/// How a format is packed and multiplied; a static beside the format.
+pub struct PanelFormat {
+    block_bytes: usize,
+    segments: &'static [Segment],
+    packing: OnceLock<Packing>,
+    run: unsafe fn(Isa, &PanelJob),
+}
+
+impl PanelFormat {
+    pub(crate) const fn new<P: Panel>(segments: &'static [Segment]) -> PanelFormat {
+        PanelFormat { block_bytes: P::BYTES / LANES, segments, packing: OnceLock::new(), run: panel::run::<P> }
+    }
+
+    fn packing(&self) -> &Packing {
+        self.packing.get_or_init(|| Packing::new(self.block_bytes, self.segments))
+    }
+}
+
+/// A weight matrix `[rows, cols]`: as the file stores it, or packed.
+pub struct Matrix {
+    dtype: DType,
+    rows: usize,
+    cols: usize,
+    data: Data,
+}
+
+enum Data {
+    /// Row after row of blocks.
+    Stored(Bytes),
+    /// Panel after panel of 16 rows; the last one is filled up with zero rows.
+    Packed(Vec<u8>),
+}
+
+/// What a [`Matrix`] is made from.
+pub struct MatrixSource {
+    /// The format of `bytes`.
+    pub dtype: DType,
+    /// Output features.
+    pub rows: usize,
+    /// Input features: a whole number of blocks.
+    pub cols: usize,
+    /// The rows, one after the other.
+    pub bytes: Bytes,
+    /// Row of the source that becomes row i; `None`: row i.
+    pub order: Option<Vec<u32>>,
+}
+
+impl Matrix {
+    /// Takes a matrix as it is stored, or packs it (in parallel) where `pack` is set and the format has a packing.
+    /// Packed or not, products are the same bit for bit.
+    ///
+    /// # Panics
+    /// If the bytes do not match the shape, or the order is not one of its rows.
+    pub fn new(exec: &Exec, source: MatrixSource, pack: bool) -> Matrix {
+        let MatrixSource { dtype, rows, cols, bytes, order } = source;
+        let row_bytes = dtype.row_bytes(cols).expect("columns are whole blocks");
+        assert_eq!(bytes.len(), rows * row_bytes, "{dtype:?} matrix of {rows} x {cols}");
+        if let Some(order) = &order {
+            assert!(order.len() == rows && order.iter().all(|&r| (r as usize) < rows), "an order of {rows} rows");
+        }
+        let row = |i: usize| &bytes[order.as_ref().map_or(i, |o| o[i] as usize) * row_bytes..][..row_bytes];
+        let data = if pack && can_pack(dtype) {
+            let panel_bytes = row_bytes * LANES;
+            let mut packed = vec![0u8; rows.div_ceil(LANES) * panel_bytes];
+            let parts = SharedMut::new(&mut packed);
+            exec.pool.for_each(rows.div_ceil(LANES), &|p| {
+                // SAFETY: each panel is one task's.
+                let panel = unsafe { parts.slice(p * panel_bytes, panel_bytes) };
+                for lane in 0..LANES.min(rows - p * LANES) {
+                    pack_row(dtype, row(p * LANES + lane), lane, panel);
+                }
+            });
+            Data::Packed(packed)
+        } else if order.is_some() {
+            Data::Stored((0..rows).flat_map(|i| row(i).iter().copied()).collect::<Vec<u8>>().into())
+        } else {
+            Data::Stored(bytes)
+        };
+        Matrix { dtype, rows, cols, data }
+    }
+
+    /// Output features.
+    pub fn rows(&self) -> usize {
+        self.rows
+    }
+
+    /// Input features.
+    pub fn cols(&self) -> usize {
+        self.cols
+    }
+
+    /// The weights' format.
+    pub fn dtype(&self) -> DType {
+        self.dtype
+    }
+
+    /// Whether the bytes were rearranged into memory of their own.
+    pub fn is_packed(&self) -> bool {
+        matches!(self.data, Data::Packed(_))
+    }
+
+    /// Bytes that a product with it reads.
+    pub fn bytes(&self) -> usize {
+        match &self.data {
+            Data::Stored(b) => b.len(),
+            Data::Packed(b) => b.len(),
+        }
+    }
+
+    /// Row `i` as f32: `out.len() == cols`.
+    pub fn row(&self, i: usize, out: &mut [f32]) {
+        let format = self.dtype.format();
+        let row_bytes = self.row_bytes();
+        match &self.data {
+            Data::Stored(bytes) => (format.dequantize)(&bytes[i * row_bytes..][..row_bytes], out),
+            Data::Packed(bytes) => {
+                let panel = &bytes[i / LANES * row_bytes * LANES..][..row_bytes * LANES];
+                let mut block = [0u8; 256];
+                let block = &mut block[..format.block_bytes];
+                let panels = panel.chunks_exact(format.block_bytes * LANES);
+                for (panel, out) in panels.zip(out.chunks_exact_mut(format.block_len)) {
+                    unpack_row(self.dtype, panel, i % LANES, block);
+                    (format.dequantize)(block, out);
+                }
+            }
+        }
+    }
+
+    fn row_bytes(&self) -> usize {
+        self.dtype.row_bytes(self.cols).expect("checked when the matrix was made")
+    }
+}
+
+fn can_pack(dtype: DType) -> bool {
+    let format = dtype.format();
+    format.arith == Arith::Float || format.panel.is_some()
+}
+
+/// Puts a stored row into lane `lane` of a panel.
+fn pack_row(dtype: DType, stored: &[u8], lane: usize, panel: &mut [u8]) {
+    let format = dtype.format();
+    match format.panel {
+        Some(p) => p.packing().pack_row(stored, lane, panel),
+        None => {
+            let size = format.block_bytes;
+            for (element, out) in stored.chunks_exact(size).zip(panel.chunks_exact_mut(size * LANES)) {
+                out[lane * size..][..size].copy_from_slice(element);
+            }
+        }
+    }
+}
+
+/// One block of lane `lane`, as stored.
+fn unpack_row(dtype: DType, panel: &[u8], lane: usize, block: &mut [u8]) {
+    match dtype.format().panel {
+        Some(p) => p.packing().unpack_row(panel, lane, block),
+        None => block.copy_from_slice(&panel[lane * block.len()..][..block.len()]),
+    }
+}
+
+/// `out = acts * weight^T + bias`, for all activation rows or the gathered ones.
+pub struct Product<'a> {
+    /// `[n, cols]`.
+    pub weight: &'a Matrix,
+    /// `[n]`.
+    pub bias: Option<&'a [f32]>,
+    /// `[act rows, cols]`, quantized if the weight's format is.
+    pub acts: &'a Acts,
+    /// Activation row of each output row; `None`: all of them in order.
+    pub gather: Option<&'a [u32]>,
+    /// `[rows, n]`.
+    pub out: &'a mut [f32],
+}
+
+/// Computes products that do not depend on one another, in one parallel step.
+///
+/// # Panics
+/// If shapes do not match, or a format needs quantized activations that are not there.
+pub fn matmul(exec: &Exec, products: &mut [Product]) {
+    let tasks: usize = products.iter().map(Product::tasks).sum();
+    for p in products.iter() {
+        p.check();
+    }
+    let parts: &[Product] = products;
+    exec.pool.for_each(tasks, &|mut task| {
+        for p in parts {
+            if task < p.tasks() {
+                // SAFETY: each task writes columns of its own; the outputs are borrowed mutably by `products`.
+                return unsafe { p.run(exec.isa, task) };
+            }
+            task -= p.tasks();
+        }
+    });
+}
+
+/// Activation rows that stay in the cache while the panels of a task pass over them.
+const ROW_CHUNK: usize = 60;
+
+impl Product<'_> {
+    fn rows(&self) -> usize {
+        self.gather.map_or(self.acts.rows(), <[u32]>::len)
+    }
+
+    /// Tasks are groups of [`SIDE`] panels.
+    fn tasks(&self) -> usize {
+        self.weight.rows.div_ceil(LANES * SIDE)
+    }
+
+    fn check(&self) {
+        let w = self.weight;
+        assert_eq!(self.acts.cols(), w.cols, "activations are as wide as the weight");
+        assert_eq!(self.out.len(), self.rows() * w.rows, "outputs of {} rows by {}", self.rows(), w.rows);
+        assert!(self.bias.is_none_or(|b| b.len() == w.rows), "one bias an output");
+        if w.dtype.format().arith.is_integer() {
+            assert!(!self.acts.blocks().is_empty() || self.rows() == 0, "{:?} takes quantized activations", w.dtype);
+        }
+    }
+
+    /// # Safety
+    /// No other task with this number runs, and nothing else uses the outputs.
+    unsafe fn run(&self, isa: Isa, task: usize) {
+        let first = task * SIDE;
+        let n_panels = SIDE.min(self.weight.rows.div_ceil(LANES) - first);
+        let width = (n_panels * LANES).min(self.weight.rows - first * LANES);
+        let rows = self.rows();
+        for row in (0..rows).step_by(ROW_CHUNK) {
+            let part = Part { product: self, isa, row, rows: ROW_CHUNK.min(rows - row) };
+            // SAFETY: as this function.
+            unsafe {
+                match &self.weight.data {
+                    Data::Packed(bytes) => part.packed(bytes, first, n_panels, width),
+                    Data::Stored(bytes) => (0..n_panels).for_each(|p| part.stored(bytes, first + p)),
+                }
+                if let Some(bias) = self.bias {
+                    part.add_bias(bias, first * LANES, width);
+                }
+            }
+        }
+    }
+}
+
+/// Some rows of a product.
+struct Part<'a> {
+    product: &'a Product<'a>,
+    isa: Isa,
+    row: usize,
+    rows: usize,
+}
+
+impl Part<'_> {
+    fn gather(&self) -> Option<&[u32]> {
+        self.product.gather.map(|g| &g[self.row..self.row + self.rows])
+    }
+
+    /// First activation row, where rows are not gathered.
+    fn first_act(&self) -> usize {
+        if self.product.gather.is_some() { 0 } else { self.row }
+    }
+
+    /// Where output `col` of the part's first row goes.
+    ///
+    /// # Safety
+    /// Nothing else may use the outputs that the caller writes through it.
+    unsafe fn out(&self, col: usize) -> *mut f32 {
+        // SAFETY: within the outputs, whose size `check` compared. They are reached through a shared reference to
+        // the product, but `matmul` holds them mutably and tasks write disjoint columns.
+        unsafe { self.product.out.as_ptr().cast_mut().add(self.row * self.product.weight.rows + col) }
+    }
+
+    /// # Safety
+    /// As [`Product::run`].
+    unsafe fn packed(&self, bytes: &[u8], first: usize, n_panels: usize, width: usize) {
+        let w = self.product.weight;
+        let panel_bytes = w.row_bytes() * LANES;
+        let panels = &bytes[first * panel_bytes..][..n_panels * panel_bytes];
+        let Some(format) = w.dtype.format().panel else {
+            // SAFETY: these columns are this task's.
+            return unsafe { self.float(w.dtype, panels, n_panels, first * LANES, width, 0) };
+        };
+        for p in 0..n_panels {
+            let job = PanelJob {
+                panel: &panels[p * panel_bytes..][..panel_bytes],
+                lanes: LANES.min(width - p * LANES),
+                // SAFETY: these columns are this task's.
+                ..unsafe { self.panel_job((first + p) * LANES, 0) }
+            };
+            // SAFETY: the outputs exist and these columns are this task's.
+            unsafe { (format.run)(self.isa, &job) };
+        }
+    }
+
+    /// A job for outputs from `col` on, over columns from group `group` on; panel and lanes are to be filled in.
+    ///
+    /// # Safety
+    /// As [`Part::out`].
+    unsafe fn panel_job(&self, col: usize, group: usize) -> PanelJob<'_> {
+        let act_stride = self.product.acts.cols() / GROUP;
+        PanelJob {
+            panel: &[],
+            acts: &self.product.acts.blocks()[self.first_act() * act_stride..],
+            act_stride,
+            act_start: group,
+            gather: self.gather(),
+            rows: self.rows,
+            // SAFETY: as this function.
+            out: unsafe { self.out(col) },
+            out_stride: self.product.weight.rows,
+            lanes: 0,
+            resume: group > 0,
+        }
+    }
+
+    /// # Safety
+    /// As [`Product::run`].
+    unsafe fn float(&self, dtype: DType, panels: &[u8], n_panels: usize, col: usize, width: usize, start: usize) {
+        let act_stride = self.product.acts.cols();
+        let job = FloatJob {
+            panels,
+            n_panels,
+            acts: &self.product.acts.values()[self.first_act() * act_stride..],
+            act_stride,
+            act_start: start,
+            gather: self.gather(),
+            rows: self.rows,
+            // SAFETY: as this function.
+            out: unsafe { self.out(col) },
+            out_stride: self.product.weight.rows,
+            width,
+            resume: start > 0,
+        };
+        // SAFETY: the outputs exist and these columns are this task's.
+        unsafe {
+            match dtype {
+                DType::F16 => float_panel::run::<float_panel::F16>(self.isa, &job),
+                DType::BF16 => float_panel::run::<float_panel::BF16>(self.isa, &job),
+                _ => float_panel::run::<float_panel::F32>(self.isa, &job),
+            }
+        }
+    }
+
+    /// Unpacks panel `p` piece by piece and multiplies each piece.
+    ///
+    /// # Safety
+    /// As [`Product::run`].
+    unsafe fn stored(&self, bytes: &[u8], p: usize) {
+        const GROUPS: usize = 8;
+        let w = self.product.weight;
+        let (format, row_bytes) = (w.dtype.format(), w.row_bytes());
+        let lanes = LANES.min(w.rows - p * LANES);
+        let row = |lane: usize| &bytes[(p * LANES + lane) * row_bytes..][..row_bytes];
+        let blocks_of = |cols: usize| cols / format.block_len * format.block_bytes;
+        let mut start = 0;
+        while start < w.cols {
+            let cols = (GROUPS * GROUP).min(w.cols - start);
+            let source = |lane| &row(lane)[blocks_of(start)..][..blocks_of(cols)];
+            match format.unpack {
+                Some(unpack) => {
+                    let mut wide = [WideGroup::ZERO; GROUPS];
+                    let mut groups = [Group::ZERO; GROUPS];
+                    for lane in 0..lanes {
+                        unpack(source(lane), &mut groups[..cols / GROUP]);
+                        for (w, g) in wide.iter_mut().zip(&groups[..cols / GROUP]) {
+                            w.set_row(lane, g);
+                        }
+                    }
+                    // SAFETY: these columns are this task's.
+                    unsafe {
+                        let job = PanelJob {
+                            panel: WideGroup::bytes(&wide[..cols / GROUP]),
+                            lanes,
+                            ..self.panel_job(p * LANES, start / GROUP)
+                        };
+                        panel::wide_kernel(format.arith)(self.isa, &job);
+                    }
+                }
+                None => {
+                    let mut wide = [[0f32; LANES]; GROUPS * GROUP];
+                    let mut values = [0f32; GROUPS * GROUP];
+                    for lane in 0..lanes {
+                        (format.dequantize)(source(lane), &mut values[..cols]);
+                        for (w, &v) in wide.iter_mut().zip(&values[..cols]) {
+                            w[lane] = v;
+                        }
+                    }
+                    // SAFETY: f32 are plain bytes; these columns are this task's.
+                    unsafe {
+                        let panel = std::slice::from_raw_parts(wide.as_ptr().cast::<u8>(), cols * LANES * 4);
+                        self.float(DType::F32, panel, 1, p * LANES, lanes, start);
+                    }
+                }
+            }
+            start += cols;
+        }
+    }
+
+    /// # Safety
+    /// As [`Product::run`].
+    unsafe fn add_bias(&self, bias: &[f32], col: usize, width: usize) {
+        for row in 0..self.rows {
+            // SAFETY: `width` outputs of each row, this task's.
+            let out =
+                unsafe { std::slice::from_raw_parts_mut(self.out(col).add(row * self.product.weight.rows), width) };
+            for (o, b) in out.iter_mut().zip(&bias[col..]) {
+                *o += b;
+            }
+        }
+    }
+}

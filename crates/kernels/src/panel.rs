@@ -1,0 +1,383 @@
+//! Products of weight panels (16 rows side by side) with rows of activations: the inner loops of everything.
+//!
+//! The order of every sum is fixed (docs/numerics.md): within 32 columns an exact integer sum, then one multiply-add
+//! per 32 columns, in column order. How many activation rows a tile holds changes no bit.
+
+use crate::act::{ActBlock, GROUP};
+use crate::dtype::{Arith, Group};
+use crate::isa::{Isa, Kernel};
+use crate::simd::{LANES, Simd};
+
+/// Bytes of a quad: 4 columns of 16 rows.
+pub(crate) const QUAD: usize = 64;
+
+/// 32 columns of 16 rows, in registers. What a format's [`Arith`] does not use is left zero and costs nothing.
+pub(crate) struct Tile<S: Simd> {
+    /// Codes of 8 quads: unsigned, see [`Panel::CODES`].
+    pub codes: [S::B; 8],
+    /// Float scales of the two halves.
+    pub d: [S::F; 2],
+    /// Integer scales of the two halves.
+    pub sub: [S::I; 2],
+    /// Minima of the two halves.
+    pub min: [S::F; 2],
+}
+
+impl<S: Simd> Tile<S> {
+    #[inline(always)]
+    pub(crate) fn zero(s: S) -> Tile<S> {
+        Tile { codes: [s.splat_b(0); 8], d: [s.splat(0.0); 2], sub: [s.splat_i(0); 2], min: [s.splat(0.0); 2] }
+    }
+}
+
+/// How a panel's unsigned codes stand for signed ones.
+#[derive(Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Codes {
+    /// `code - (1 << shift)`, codes up to 128.
+    Offset(u32),
+    /// Codes as they are, up to 128.
+    Unsigned,
+    /// `code - 128`, codes up to 255.
+    Biased,
+}
+
+/// A packed format as the kernels see it.
+pub(crate) trait Panel {
+    /// How groups enter the sum.
+    const ARITH: Arith;
+    /// How codes are stored.
+    const CODES: Codes;
+    /// Groups of 32 columns in a block.
+    const GROUPS: usize;
+    /// Bytes of a block of 16 rows.
+    const BYTES: usize;
+
+    /// Loads group `g` of the block at `p`.
+    ///
+    /// # Safety
+    /// `p` points to `BYTES` bytes and `g < GROUPS`.
+    unsafe fn load<S: Simd>(s: S, p: *const u8, g: usize) -> Tile<S>;
+}
+
+/// 16 output columns of one or many rows: `out[r][..16] (+)= panel * acts[r]`.
+pub(crate) struct PanelJob<'a> {
+    /// Blocks of 16 rows, one after the other.
+    pub panel: &'a [u8],
+    /// All activation rows.
+    pub acts: &'a [ActBlock],
+    /// Blocks in an activation row.
+    pub act_stride: usize,
+    /// First block of each activation row that meets this panel.
+    pub act_start: usize,
+    /// Activation row of each output row; `None`: the same number.
+    pub gather: Option<&'a [u32]>,
+    /// Output rows.
+    pub rows: usize,
+    /// First of the 16 outputs of row 0.
+    pub out: *mut f32,
+    /// Elements between output rows.
+    pub out_stride: usize,
+    /// How many of the 16 outputs exist.
+    pub lanes: usize,
+    /// Whether sums go on from what `out` holds.
+    pub resume: bool,
+}
+
+/// Runs a job for format `P`.
+///
+/// # Safety
+/// `out` is valid for `rows` rows of `lanes` elements `out_stride` apart, and nothing else uses them meanwhile.
+pub(crate) unsafe fn run<P: Panel>(isa: Isa, job: &PanelJob) {
+    let blocks = job.panel.len() / P::BYTES;
+    assert_eq!(job.panel.len(), blocks * P::BYTES, "a panel is whole blocks");
+    assert!(job.act_start + blocks * P::GROUPS <= job.act_stride, "activation rows cover the panel's columns");
+    let last = match job.gather {
+        Some(rows) => {
+            assert_eq!(rows.len(), job.rows);
+            rows.iter().max().map_or(0, |&r| r as usize + 1)
+        }
+        None => job.rows,
+    };
+    assert!(last * job.act_stride <= job.acts.len(), "activation rows exist");
+    isa.run(Rows::<P> { job, format: std::marker::PhantomData });
+}
+
+struct Rows<'a, P> {
+    job: &'a PanelJob<'a>,
+    format: std::marker::PhantomData<P>,
+}
+
+impl<P: Panel> Kernel for Rows<'_, P> {
+    #[inline(always)]
+    fn run<S: Simd>(self, s: S) {
+        let mut row = 0;
+        // SAFETY: `run` checked the panel and the activations, its caller vouches for the outputs.
+        unsafe {
+            if S::TILE >= 10 {
+                while self.job.rows - row >= 10 {
+                    tile::<S, P, 10>(s, self.job, row);
+                    row += 10;
+                }
+            }
+            while self.job.rows - row >= 4 {
+                tile::<S, P, 4>(s, self.job, row);
+                row += 4;
+            }
+            while self.job.rows - row >= 1 {
+                tile::<S, P, 1>(s, self.job, row);
+                row += 1;
+            }
+        }
+    }
+}
+
+/// # Safety
+/// As [`run`], with `row + N <= rows`.
+#[inline(always)]
+unsafe fn tile<S: Simd, P: Panel, const N: usize>(s: S, job: &PanelJob, row: usize) {
+    let mut acts = [std::ptr::null::<ActBlock>(); N];
+    let mut acc = [s.splat(0.0); N];
+    let mut n = 0;
+    while n < N {
+        let act_row = job.gather.map_or(row + n, |rows| rows[row + n] as usize);
+        // SAFETY: `run` checked that activation rows exist.
+        acts[n] = unsafe { job.acts.as_ptr().add(act_row * job.act_stride + job.act_start) };
+        if job.resume {
+            // SAFETY: the caller vouches for the outputs.
+            acc[n] = unsafe { load_lanes(s, job.out.add((row + n) * job.out_stride), job.lanes) };
+        }
+        n += 1;
+    }
+    let mut at = 0;
+    for block in job.panel.chunks_exact(P::BYTES) {
+        let mut g = 0;
+        while g < P::GROUPS {
+            // SAFETY: the block has P::BYTES bytes, and the activation rows as many groups as the panel.
+            unsafe {
+                let tile = P::load(s, block.as_ptr(), g);
+                let mut n = 0;
+                while n < N {
+                    acc[n] = step::<S, P>(s, &tile, acts[n].add(at), acc[n]);
+                    n += 1;
+                }
+            }
+            at += 1;
+            g += 1;
+        }
+    }
+    let mut n = 0;
+    while n < N {
+        // SAFETY: the caller vouches for the outputs.
+        unsafe { store_lanes(s, job.out.add((row + n) * job.out_stride), acc[n], job.lanes) };
+        n += 1;
+    }
+}
+
+/// One group of 32 columns: the arithmetic of docs/numerics.md.
+///
+/// # Safety
+/// `act` points to a block.
+#[inline(always)]
+unsafe fn step<S: Simd, P: Panel>(s: S, t: &Tile<S>, act: *const ActBlock, acc: S::F) -> S::F {
+    // SAFETY: the caller vouches for the block; its codes are 32 bytes.
+    let (a, q) = unsafe { (&*act, (*act).q.as_ptr()) };
+    let d = s.splat(a.d);
+    match P::ARITH {
+        Arith::Float => unreachable!("float formats have kernels of their own"),
+        Arith::Scale32 | Arith::Scale32Min => {
+            let mut sum = start::<S, P>(s, a.neg_sum);
+            let mut i = 0;
+            while i < 8 {
+                // SAFETY: bytes 4i..4i + 4 of 32.
+                sum = dot::<S, P>(s, sum, t.codes[i], unsafe { s.broadcast4(q.add(4 * i)) });
+                i += 1;
+            }
+            let acc = s.fma(s.to_f(sum), s.mul(t.d[0], d), acc);
+            if P::ARITH == Arith::Scale32Min { s.fma(t.min[0], s.splat(a.ds), acc) } else { acc }
+        }
+        Arith::Scale16 | Arith::Scale16Min | Arith::Float16 => {
+            let (mut lo, mut hi) = (start::<S, P>(s, a.neg_sum_half[0]), start::<S, P>(s, a.neg_sum_half[1]));
+            let mut i = 0;
+            while i < 4 {
+                // SAFETY: bytes 4i..4i + 4 of each half of 16.
+                unsafe {
+                    lo = dot::<S, P>(s, lo, t.codes[i], s.broadcast4(q.add(4 * i)));
+                    hi = dot::<S, P>(s, hi, t.codes[i + 4], s.broadcast4(q.add(16 + 4 * i)));
+                }
+                i += 1;
+            }
+            if P::ARITH == Arith::Float16 {
+                let acc = s.fma(s.to_f(lo), s.mul(t.d[0], d), acc);
+                return s.fma(s.to_f(hi), s.mul(t.d[1], d), acc);
+            }
+            let sum = s.add_i(s.mul_i(lo, t.sub[0]), s.mul_i(hi, t.sub[1]));
+            let acc = s.fma(s.to_f(sum), s.mul(t.d[0], d), acc);
+            if P::ARITH == Arith::Scale16Min {
+                let acc = s.fma(t.min[0], s.splat(a.ds_half[0]), acc);
+                s.fma(t.min[1], s.splat(a.ds_half[1]), acc)
+            } else {
+                acc
+            }
+        }
+    }
+}
+
+#[inline(always)]
+fn start<S: Simd, P: Panel>(s: S, neg_sum: i32) -> S::I {
+    match P::CODES {
+        Codes::Offset(shift) => s.shl_i(s.splat_i(neg_sum), shift),
+        Codes::Unsigned => s.splat_i(0),
+        Codes::Biased => s.start_biased(s.splat_i(neg_sum)),
+    }
+}
+
+#[inline(always)]
+fn dot<S: Simd, P: Panel>(s: S, acc: S::I, codes: S::B, acts: S::B) -> S::I {
+    if matches!(P::CODES, Codes::Biased) { s.dot_biased(acc, codes, acts) } else { s.dot(acc, codes, acts) }
+}
+
+#[inline(always)]
+unsafe fn load_lanes<S: Simd>(s: S, p: *const f32, lanes: usize) -> S::F {
+    // SAFETY: the caller vouches for the lanes.
+    unsafe { if lanes == LANES { s.load(p) } else { s.load_partial(p, lanes) } }
+}
+
+#[inline(always)]
+unsafe fn store_lanes<S: Simd>(s: S, p: *mut f32, x: S::F, lanes: usize) {
+    // SAFETY: the caller vouches for the lanes.
+    unsafe { if lanes == LANES { s.store(p, x) } else { s.store_partial(p, x, lanes) } }
+}
+
+/// A group of 32 columns of 16 rows, unpacked from any format: what formats without a packing use.
+#[derive(Clone)]
+#[repr(C, align(64))]
+pub(crate) struct WideGroup {
+    codes: [u8; 8 * QUAD],
+    d: [[f32; LANES]; 2],
+    sub: [[i32; LANES]; 2],
+    min: [[f32; LANES]; 2],
+}
+
+impl WideGroup {
+    pub(crate) const ZERO: WideGroup =
+        WideGroup { codes: [0x80; 8 * QUAD], d: [[0.0; LANES]; 2], sub: [[1; LANES]; 2], min: [[0.0; LANES]; 2] };
+
+    /// Sets row `row` of 16.
+    pub(crate) fn set_row(&mut self, row: usize, group: &Group) {
+        for (quad, q) in self.codes.as_chunks_mut::<QUAD>().0.iter_mut().zip(group.q.as_chunks::<4>().0) {
+            for (code, &q) in quad[row * 4..row * 4 + 4].iter_mut().zip(q) {
+                *code = q as u8 ^ 0x80;
+            }
+        }
+        for h in 0..2 {
+            self.d[h][row] = group.d[h];
+            self.sub[h][row] = i32::from(group.sub[h]);
+            self.min[h][row] = group.min[h];
+        }
+    }
+
+    /// The groups as a panel's bytes.
+    pub(crate) fn bytes(groups: &[WideGroup]) -> &[u8] {
+        // SAFETY: WideGroup is plain numbers without padding (896 is their sum and a multiple of the alignment).
+        unsafe { std::slice::from_raw_parts(groups.as_ptr().cast(), size_of_val(groups)) }
+    }
+}
+
+const _: () = assert!(size_of::<WideGroup>() == 512 + 3 * 128);
+
+macro_rules! wide {
+    ($name:ident) => {
+        pub(crate) struct $name;
+
+        impl Panel for $name {
+            const ARITH: Arith = Arith::$name;
+            const CODES: Codes = Codes::Biased;
+            const GROUPS: usize = 1;
+            const BYTES: usize = size_of::<WideGroup>();
+
+            #[inline(always)]
+            unsafe fn load<S: Simd>(s: S, p: *const u8, _: usize) -> Tile<S> {
+                // SAFETY: `p` points to a WideGroup, which `bytes` made from one.
+                let w = unsafe { &*p.cast::<WideGroup>() };
+                let mut t = Tile::zero(s);
+                // SAFETY: 8 quads of 64 bytes, and arrays of 16 numbers.
+                unsafe {
+                    let mut i = 0;
+                    while i < 8 {
+                        t.codes[i] = s.load_b(w.codes.as_ptr().add(QUAD * i));
+                        i += 1;
+                    }
+                    let mut h = 0;
+                    while h < 2 {
+                        t.d[h] = s.load(w.d[h].as_ptr());
+                        t.sub[h] = s.load_i(w.sub[h].as_ptr());
+                        t.min[h] = s.load(w.min[h].as_ptr());
+                        h += 1;
+                    }
+                }
+                t
+            }
+        }
+    };
+}
+
+wide!(Scale32);
+wide!(Scale32Min);
+wide!(Scale16);
+wide!(Scale16Min);
+wide!(Float16);
+
+/// The kernel for unpacked groups of a format.
+pub(crate) fn wide_kernel(arith: Arith) -> unsafe fn(Isa, &PanelJob) {
+    match arith {
+        Arith::Float => unreachable!("float formats have no groups"),
+        Arith::Scale32 => run::<Scale32>,
+        Arith::Scale32Min => run::<Scale32Min>,
+        Arith::Scale16 => run::<Scale16>,
+        Arith::Scale16Min => run::<Scale16Min>,
+        Arith::Float16 => run::<Float16>,
+    }
+}
+
+/// Codes of 8 quads from 256 bytes of nibbles, as [`place::code4`](crate::pack::place::code4) puts them.
+///
+/// # Safety
+/// `p` points to 256 bytes.
+#[inline(always)]
+pub(crate) unsafe fn nibble_codes<S: Simd>(s: S, p: *const u8) -> [S::B; 8] {
+    let mask = s.splat_b(15);
+    let mut codes = [mask; 8];
+    let mut i = 0;
+    while i < 4 {
+        // SAFETY: 64 bytes at 64i of 256.
+        let x = unsafe { s.load_b(p.add(QUAD * i)) };
+        codes[2 * i] = s.and_b(x, mask);
+        codes[2 * i + 1] = s.and_b(s.shr_b(x, 4), mask);
+        i += 1;
+    }
+    codes
+}
+
+/// The 6-bit scale and minimum of group `g`, as [`place::scale_min`](crate::pack::place::scale_min) puts them.
+///
+/// # Safety
+/// `p` points to 192 bytes and `g < 8`.
+#[inline(always)]
+pub(crate) unsafe fn load_scale6<S: Simd>(s: S, p: *const u8, g: usize) -> (S::F, S::F) {
+    // SAFETY: planes of 16 bytes, 12 in all.
+    unsafe { (six_bits(s, p, p.add(8 * LANES), g), six_bits(s, p.add(4 * LANES), p.add(10 * LANES), g)) }
+}
+
+/// # Safety
+/// As [`load_scale6`]; `low` is at the first plane of low bits of scales or of minima.
+#[inline(always)]
+unsafe fn six_bits<S: Simd>(s: S, low: *const u8, high: *const u8, g: usize) -> S::F {
+    // SAFETY: the caller vouches for the planes.
+    let (low, high) = unsafe { (s.load_u8(low.add(g / 2 * LANES)), s.load_u8(high.add(g / 4 * LANES))) };
+    let low = s.and_i(s.shr_i(low, 4 * (g as u32 % 2)), s.splat_i(15));
+    let high = s.and_i(s.shr_i(high, 2 * (g as u32 % 4)), s.splat_i(3));
+    s.to_f(s.or_i(low, s.shl_i(high, 4)))
+}
+
+/// Columns in a group, as the loaders of packed formats count them.
+pub(crate) const COLS: usize = GROUP;

@@ -1,0 +1,36 @@
+//! IQ4_NL: 32 columns, one half-precision scale, 4-bit codes into a table of values. Source: ggml's `block_iq4_nl`.
+
+use super::{bytes_at, each_block, f16_at, nibbles};
+use crate::dtype::{Arith, DType, Format, Group};
+
+/// 2 bytes scale `d`, 16 bytes codes (columns 0..16 in the low nibbles, 16..32 in the high ones).
+const BYTES: usize = 18;
+
+/// What a code stands for (ggml's `kvalues_iq4nl`).
+pub(super) static VALUES: [i8; 16] = [-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113];
+
+/// The row in FORMATS.
+pub static FORMAT: Format = Format {
+    dtype: DType::IQ4_NL,
+    name: "IQ4_NL",
+    block_len: 32,
+    block_bytes: BYTES,
+    arith: Arith::Scale32,
+    dequantize: |src, dst| each_block(src, dst, dequantize),
+    unpack: Some(|src, dst| each_block(src, dst, unpack)),
+    panel: None,
+};
+
+/// `w = d * VALUES[q]`.
+fn dequantize(block: &[u8; BYTES]) -> [f32; 32] {
+    let d = f16_at(block, 0);
+    std::array::from_fn(|i| {
+        let q = block[2 + i % 16] >> (i / 16 * 4) & 15;
+        d * f32::from(VALUES[usize::from(q)])
+    })
+}
+
+fn unpack(block: &[u8; BYTES]) -> [Group; 1] {
+    let q = nibbles(bytes_at(block, 2), |q| VALUES[usize::from(q)]);
+    [Group { q, d: [f16_at(block, 0); 2], ..Group::ZERO }]
+}

@@ -1,0 +1,43 @@
+//! MXFP4: 32 columns, a power of two as scale, 4-bit floats (E2M1). Source: ggml's `block_mxfp4`; the encodings are
+//! those of the OCP Microscaling Formats specification 1.0.
+
+use super::{bytes_at, each_block, nibbles};
+use crate::dtype::{Arith, DType, Format, Group};
+
+/// 1 byte scale `e`, 16 bytes codes (columns 0..16 in the low nibbles, 16..32 in the high ones).
+const BYTES: usize = 17;
+
+/// Twice what an E2M1 code stands for, so that it is an integer (ggml's `kvalues_mxfp4`).
+pub(super) static VALUES: [i8; 16] = [0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12];
+
+/// The row in FORMATS.
+pub static FORMAT: Format = Format {
+    dtype: DType::MXFP4,
+    name: "MXFP4",
+    block_len: 32,
+    block_bytes: BYTES,
+    arith: Arith::Scale32,
+    dequantize: |src, dst| each_block(src, dst, dequantize),
+    unpack: Some(|src, dst| each_block(src, dst, unpack)),
+    panel: None,
+};
+
+/// Half of the scale, `2^(e - 128)`, exact: denormal below `e = 2`. The specification calls 255 NaN; ggml, which defines
+/// the bytes in a GGUF file, reads it as any other exponent, and so does this.
+fn half_scale(e: u8) -> f32 {
+    f32::from_bits(if e < 2 { 1 << (21 + e) } else { u32::from(e - 1) << 23 })
+}
+
+/// `w = 2^(e - 128) * VALUES[q]`.
+fn dequantize(block: &[u8; BYTES]) -> [f32; 32] {
+    let d = half_scale(block[0]);
+    std::array::from_fn(|i| {
+        let q = block[1 + i % 16] >> (i / 16 * 4) & 15;
+        d * f32::from(VALUES[usize::from(q)])
+    })
+}
+
+fn unpack(block: &[u8; BYTES]) -> [Group; 1] {
+    let q = nibbles(bytes_at(block, 1), |q| VALUES[usize::from(q)]);
+    [Group { q, d: [half_scale(block[0]); 2], ..Group::ZERO }]
+}

@@ -1,0 +1,44 @@
+//! Q5_0: 32 columns, one half-precision scale, 5-bit codes around 16. Source: ggml's `block_q5_0`.
+
+use super::{bytes_at, each_block, f16_at, nibbles, u32_at};
+use crate::dtype::{Arith, DType, Format, Group};
+
+/// 2 bytes scale `d`, 4 bytes fifth bits (bit i is column i), 16 bytes low bits (columns 0..16 in the low nibbles,
+/// 16..32 in the high ones).
+const BYTES: usize = 22;
+
+/// The row in FORMATS.
+pub static FORMAT: Format = Format {
+    dtype: DType::Q5_0,
+    name: "Q5_0",
+    block_len: 32,
+    block_bytes: BYTES,
+    arith: Arith::Scale32,
+    dequantize: |src, dst| each_block(src, dst, dequantize),
+    unpack: Some(|src, dst| each_block(src, dst, unpack)),
+    panel: None,
+};
+
+/// `w = d * (q - 16)`.
+fn dequantize(block: &[u8; BYTES]) -> [f32; 32] {
+    let (d, high) = (f16_at(block, 0), u32_at(block, 2));
+    std::array::from_fn(|i| {
+        let q = block[6 + i % 16] >> (i / 16 * 4) & 15 | ((high >> i & 1) << 4) as u8;
+        d * (f32::from(q) - 16.0)
+    })
+}
+
+fn unpack(block: &[u8; BYTES]) -> [Group; 1] {
+    let q = add_fifth_bit(nibbles(bytes_at(block, 6), |q| q as i8 - 16), u32_at(block, 2));
+    [Group { q, d: [f16_at(block, 0); 2], ..Group::ZERO }]
+}
+
+/// Adds 16 to the codes whose bit in `high` is set.
+pub(super) fn add_fifth_bit(mut q: [i8; 32], high: u32) -> [i8; 32] {
+    for (q, bits) in q.as_chunks_mut::<8>().0.iter_mut().zip(high.to_le_bytes()) {
+        for (i, q) in q.iter_mut().enumerate() {
+            *q += if bits & 1 << i != 0 { 16 } else { 0 };
+        }
+    }
+    q
+}

@@ -1,0 +1,34 @@
+//! Q5_1: 32 columns, half-precision scale and minimum, 5-bit codes. Source: ggml's `block_q5_1`.
+
+use super::{bytes_at, each_block, f16_at, nibbles, q5_0::add_fifth_bit, u32_at};
+use crate::dtype::{Arith, DType, Format, Group};
+
+/// 2 bytes scale `d`, 2 bytes minimum `m`, 4 bytes fifth bits (bit i is column i), 16 bytes low bits (columns 0..16
+/// in the low nibbles, 16..32 in the high ones).
+const BYTES: usize = 24;
+
+/// The row in FORMATS.
+pub static FORMAT: Format = Format {
+    dtype: DType::Q5_1,
+    name: "Q5_1",
+    block_len: 32,
+    block_bytes: BYTES,
+    arith: Arith::Scale32Min,
+    dequantize: |src, dst| each_block(src, dst, dequantize),
+    unpack: Some(|src, dst| each_block(src, dst, unpack)),
+    panel: None,
+};
+
+/// `w = d * q + m`.
+fn dequantize(block: &[u8; BYTES]) -> [f32; 32] {
+    let (d, m, high) = (f16_at(block, 0), f16_at(block, 2), u32_at(block, 4));
+    std::array::from_fn(|i| {
+        let q = block[8 + i % 16] >> (i / 16 * 4) & 15 | ((high >> i & 1) << 4) as u8;
+        d * f32::from(q) + m
+    })
+}
+
+fn unpack(block: &[u8; BYTES]) -> [Group; 1] {
+    let q = add_fifth_bit(nibbles(bytes_at(block, 8), |q| q as i8), u32_at(block, 4));
+    [Group { q, d: [f16_at(block, 0); 2], min: [f16_at(block, 2); 2], ..Group::ZERO }]
+}

@@ -1,0 +1,105 @@
+//! Q6_K: 256 columns, 6-bit codes around 32, a signed 8-bit scale for 16 columns under one half-precision scale.
+//! Source: ggml's `block_q6_K`.
+
+use super::{bytes_at, each_block, f16_at};
+use crate::dtype::{Arith, DType, Format, Group};
+use crate::linear::PanelFormat;
+use crate::pack::{Segment, place};
+use crate::panel::{COLS, Codes, Panel, QUAD, Tile, nibble_codes};
+use crate::simd::{LANES, Simd};
+
+/// 128 bytes low bits, 64 bytes high bits, 16 signed bytes scales, 2 bytes `d`. Each half of the block (128 columns,
+/// groups 0..4 of 32) has 64 bytes of low bits (groups 0 and 1 in the low nibbles, 2 and 3 in the high ones) and 32
+/// bytes of high bits (bits 2k of byte i belong to column i of group k).
+const BYTES: usize = 210;
+
+/// The row in FORMATS.
+pub static FORMAT: Format = Format {
+    dtype: DType::Q6_K,
+    name: "Q6_K",
+    block_len: 256,
+    block_bytes: BYTES,
+    arith: Arith::Scale16,
+    dequantize: |src, dst| each_block(src, dst, dequantize),
+    unpack: Some(|src, dst| each_block(src, dst, unpack)),
+    panel: Some(&PANEL),
+};
+
+/// `w = d * sc * (q - 32)`, with `sc` of the 16 columns.
+fn dequantize(block: &[u8; BYTES]) -> [f32; 256] {
+    let d = f16_at(block, 208);
+    std::array::from_fn(|i| {
+        let (half, k) = (i / 128, i / 32 % 4);
+        let low = block[64 * half + i % 64] >> (k / 2 * 4) & 15;
+        let high = block[128 + 32 * half + i % 32] >> (2 * k) & 3;
+        d * f32::from(block[192 + i / 16] as i8) * (f32::from(low | high << 4) - 32.0)
+    })
+}
+
+fn unpack(block: &[u8; BYTES]) -> [Group; 8] {
+    let d = f16_at(block, 208);
+    std::array::from_fn(|j| {
+        let (half, k) = (j / 4, j % 4);
+        let mut q = bytes_at(block, 64 * half + 32 * (k % 2)).map(|b| (b >> (k / 2 * 4) & 15) as i8 - 32);
+        for (q, h) in q.iter_mut().zip(bytes_at::<32>(block, 128 + 32 * half)) {
+            *q += ((h >> (2 * k) & 3) << 4) as i8;
+        }
+        Group { q, sub: bytes_at(block, 192 + 2 * j).map(|b| i16::from(b as i8)), d: [d; 2], ..Group::ZERO }
+    })
+}
+
+/// 16 `d`, 16 x 16 scales, high bits, then low bits.
+static PANEL: PanelFormat = PanelFormat::new::<Packed>(&[
+    Segment { bytes: 208..210, bits: 8, place: place::half, flip: 0 },
+    Segment { bytes: 192..208, bits: 8, place: |row, unit| SCALES + place::byte(row, unit), flip: 0 },
+    Segment { bytes: 128..192, bits: 2, place: place_high, flip: 0 },
+    Segment { bytes: 0..128, bits: 4, place: place_low, flip: 0 },
+]);
+
+const SCALES: usize = 2 * LANES;
+const HIGH: usize = SCALES + 16 * LANES;
+const LOW: usize = HIGH + 64 * LANES;
+
+fn place_high(row: usize, unit: usize) -> usize {
+    let (byte, k) = (unit / 4, unit % 4);
+    let group = byte / 32 * 4 + k;
+    HIGH * 4 + group * LANES * COLS + place::code2(row, byte % 32)
+}
+
+fn place_low(row: usize, unit: usize) -> usize {
+    let (byte, high) = (unit / 2, unit % 2);
+    let group = byte / 64 * 4 + high * 2 + byte % 64 / 32;
+    LOW * 2 + group * LANES * COLS + place::code4(row, byte % 32)
+}
+
+struct Packed;
+
+impl Panel for Packed {
+    const ARITH: Arith = FORMAT.arith;
+    const CODES: Codes = Codes::Offset(5);
+    const GROUPS: usize = FORMAT.block_len / COLS;
+    const BYTES: usize = BYTES * LANES;
+
+    #[inline(always)]
+    unsafe fn load<S: Simd>(s: S, p: *const u8, g: usize) -> Tile<S> {
+        let mut t = Tile::zero(s);
+        // SAFETY: the offsets are those of PANEL.
+        unsafe {
+            t.d = [s.load_f16(p.cast()); 2];
+            let scales = p.add(SCALES + 2 * g * LANES);
+            t.sub = [s.load_i8(scales), s.load_i8(scales.add(LANES))];
+            t.codes = nibble_codes(s, p.add(LOW + g * LANES * COLS / 2));
+            let high = p.add(HIGH + g * LANES * COLS / 4);
+            let high = [s.load_b(high), s.load_b(high.add(QUAD))];
+            let mask = s.splat_b(0x30);
+            let mut i = 0;
+            while i < 8 {
+                let (h, k) = (high[i / 4], 2 * (i as u32 % 4));
+                let bits = if k <= 4 { s.shl_b(h, 4 - k) } else { s.shr_b(h, k - 4) };
+                t.codes[i] = s.or_b(t.codes[i], s.and_b(bits, mask));
+                i += 1;
+            }
+        }
+        t
+    }
+}

@@ -1,0 +1,197 @@
+//! Attention against a plain double-precision softmax, and against itself: chunks, levels, threads, neighbours.
+
+use half::f16;
+use proptest::prelude::*;
+use puna_kernels::{Attention, Exec, Isa, KV_BLOCK, KvBlocks, KvLayer, KvLayout, KvSpan, KvType, attention, kv_store};
+
+/// One sequence's queries, keys and values, `[len, heads, head_dim]`.
+#[derive(Clone)]
+struct Sequence {
+    q: Vec<f32>,
+    k: Vec<f32>,
+    v: Vec<f32>,
+}
+
+#[derive(Clone, Copy, Debug)]
+struct Shape {
+    layout: KvLayout,
+    op: Attention,
+    len: usize,
+}
+
+fn random(n: usize, seed: u64) -> Vec<f32> {
+    let mut x = seed | 1;
+    (0..n)
+        .map(|_| {
+            x ^= x << 13;
+            x ^= x >> 7;
+            x ^= x << 17;
+            (x >> 40) as f32 / (1 << 23) as f32 * 2.0 - 2.0
+        })
+        .collect()
+}
+
+impl Shape {
+    fn sequence(&self, seed: u64) -> Sequence {
+        let (q, kv) = (self.op.n_heads * self.layout.head_dim, self.layout.n_kv_heads * self.layout.head_dim);
+        Sequence {
+            q: random(self.len * q, seed),
+            k: random(self.len * kv, seed ^ 0x55),
+            v: random(self.len * kv, seed ^ 0xaa),
+        }
+    }
+
+    /// All outputs, computed in chunks of the given length, with other positions in the pool's blocks.
+    fn run(&self, exec: &Exec, x: &Sequence, chunk: usize) -> Vec<f32> {
+        let (q, kv) = (self.op.n_heads * self.layout.head_dim, self.layout.n_kv_heads * self.layout.head_dim);
+        let mut blocks = KvBlocks::new(2 * self.layout.layer_bytes());
+        let table: Vec<u32> = (0..self.len.div_ceil(KV_BLOCK)).map(|_| blocks.alloc().unwrap()).collect();
+        let mut out = vec![f32::NAN; x.q.len()];
+        for past in (0..self.len).step_by(chunk) {
+            let rows = chunk.min(self.len - past);
+            let span = [KvSpan { row: 0, rows, past, first_block: 0, table: &table }];
+            let mut layer = KvLayer { layout: self.layout, blocks: &blocks, index: 1 };
+            let part = |x: &[f32], width: usize| x[past * width..(past + rows) * width].to_vec();
+            kv_store(exec, &mut layer, &span, &part(&x.k, kv), &part(&x.v, kv));
+            let out = &mut out[past * q..(past + rows) * q];
+            attention(exec, &self.op, &layer, &span, &part(&x.q, q), out);
+        }
+        out
+    }
+
+    /// The definition, in double precision.
+    fn naive(&self, x: &Sequence) -> Vec<f64> {
+        let (dim, n_kv) = (self.layout.head_dim, self.layout.n_kv_heads);
+        let kept = |v: f32| match self.layout.kind {
+            KvType::F32 => f64::from(v),
+            KvType::F16 => f64::from(f16::from_f32(v).to_f32()),
+        };
+        let mut out = Vec::new();
+        for pos in 0..self.len {
+            for head in 0..self.op.n_heads {
+                let kv_head = head / (self.op.n_heads / n_kv);
+                let first = self.op.window.map_or(0, |w| (pos + 1).saturating_sub(w));
+                let at = |p: usize| (p * n_kv + kv_head) * dim;
+                let q = &x.q[(pos * self.op.n_heads + head) * dim..][..dim];
+                let scores: Vec<f64> = (first..=pos)
+                    .map(|p| {
+                        let dot: f64 = q.iter().zip(&x.k[at(p)..]).map(|(q, k)| f64::from(*q) * kept(*k)).sum();
+                        let score = dot * f64::from(self.op.scale);
+                        self.op.softcap.map_or(score, |cap| f64::from(cap) * (score / f64::from(cap)).tanh())
+                    })
+                    .collect();
+                let max = scores.iter().copied().fold(f64::MIN, f64::max);
+                let weights: Vec<f64> = scores.iter().map(|s| (s - max).exp()).collect();
+                let sum: f64 = weights.iter().sum();
+                for d in 0..dim {
+                    let o: f64 = weights.iter().zip(first..).map(|(w, p)| w * kept(x.v[at(p) + d])).sum();
+                    out.push(o / sum);
+                }
+            }
+        }
+        out
+    }
+}
+
+fn bits(x: &[f32]) -> Vec<u32> {
+    x.iter().map(|x| x.to_bits()).collect()
+}
+
+fn shapes() -> impl Strategy<Value = Shape> {
+    let heads = prop_oneof![
+        Just((1, 1)),
+        Just((3, 3)),
+        Just((4, 2)),
+        Just((9, 3)),
+        Just((7, 1)),
+        Just((14, 2)),
+        Just((24, 1)),
+        Just((20, 1)),
+    ];
+    let window = prop_oneof![Just(None), (1usize..90).prop_map(Some)];
+    let kind = prop_oneof![Just(KvType::F32), Just(KvType::F16)];
+    let softcap = prop_oneof![Just(None), Just(Some(3.0))];
+    (heads, 1usize..40, window, kind, softcap, 1usize..150).prop_map(|((h, kv), dim, window, kind, softcap, len)| {
+        Shape {
+            layout: KvLayout { kind, n_kv_heads: kv, head_dim: dim },
+            op: Attention { n_heads: h, scale: 1.0 / (dim as f32).sqrt(), softcap, window },
+            len,
+        }
+    })
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(64))]
+    #[test]
+    fn right_and_the_same_however_it_is_cut(shape in shapes(), seed: u64, chunk in 1usize..70) {
+        let x = shape.sequence(seed);
+        let whole = shape.run(&Exec::new(Isa::detect(), 2), &x, shape.len);
+        for (i, (o, e)) in whole.iter().zip(shape.naive(&x)).enumerate() {
+            prop_assert!((f64::from(*o) - e).abs() < 2e-5, "{:?} element {}: {} expected {}", shape, i, o, e);
+        }
+        for &isa in Isa::available() {
+            let exec = Exec::new(isa, 3);
+            prop_assert_eq!(bits(&shape.run(&exec, &x, shape.len)), bits(&whole), "{} whole", isa);
+            prop_assert_eq!(bits(&shape.run(&exec, &x, chunk)), bits(&whole), "{} in chunks of {}", isa, chunk);
+        }
+        let one_by_one = shape.run(&Exec::new(Isa::detect(), 1), &x, 1);
+        prop_assert_eq!(bits(&one_by_one), bits(&whole), "one by one");
+    }
+}
+
+/// What a position does not see must not reach it, not even a NaN or an infinity.
+#[test]
+fn the_unseen_does_not_leak() {
+    for window in [None, Some(5)] {
+        for kind in [KvType::F32, KvType::F16] {
+            let shape = Shape {
+                layout: KvLayout { kind, n_kv_heads: 2, head_dim: 16 },
+                op: Attention { n_heads: 6, scale: 0.25, softcap: None, window },
+                len: 70,
+            };
+            let exec = Exec::new(Isa::detect(), 2);
+            let good = shape.sequence(3);
+            let expected = shape.run(&exec, &good, 70);
+            let mut bad = good.clone();
+            let poisoned = 40;
+            bad.k[poisoned * 32..][..32].fill(f32::NAN);
+            bad.v[poisoned * 32..][..32].fill(f32::INFINITY);
+            let out = shape.run(&exec, &bad, 70);
+            assert_eq!(bits(&out[..poisoned * 96]), bits(&expected[..poisoned * 96]), "earlier rows");
+            assert!(out[poisoned * 96].is_nan());
+            if window.is_some() {
+                let after = (poisoned + 5) * 96;
+                assert_eq!(bits(&out[after..]), bits(&expected[after..]), "rows whose window has passed it");
+            }
+        }
+    }
+}
+
+/// Sequences of one batch do not touch one another, and a table may start after the first block.
+#[test]
+fn spans_are_independent() {
+    let shape = Shape {
+        layout: KvLayout { kind: KvType::F16, n_kv_heads: 1, head_dim: 24 },
+        op: Attention { n_heads: 3, scale: 0.2, softcap: None, window: Some(33) },
+        len: 128,
+    };
+    let exec = Exec::new(Isa::detect(), 2);
+    let (a, b) = (shape.sequence(1), shape.sequence(2));
+    let (want_a, want_b) = (shape.run(&exec, &a, 128), shape.run(&exec, &b, 128));
+    let mut blocks = KvBlocks::new(shape.layout.layer_bytes());
+    let tables: [Vec<u32>; 2] = std::array::from_fn(|_| (0..4).map(|_| blocks.alloc().unwrap()).collect());
+    let mut layer = KvLayer { layout: shape.layout, blocks: &blocks, index: 0 };
+    for (x, table) in [(&a, &tables[0]), (&b, &tables[1])] {
+        let span = [KvSpan { row: 0, rows: 128, past: 0, first_block: 0, table }];
+        kv_store(&exec, &mut layer, &span, &x.k, &x.v);
+    }
+    // The last 20 rows of one sequence and the last 50 of the other, neither of which sees the first block.
+    let spans = [
+        KvSpan { row: 0, rows: 20, past: 108, first_block: 1, table: &tables[0][1..] },
+        KvSpan { row: 20, rows: 50, past: 78, first_block: 1, table: &tables[1][1..] },
+    ];
+    let q = [&a.q[108 * 72..], &b.q[78 * 72..]].concat();
+    let mut out = vec![0.0; q.len()];
+    attention(&exec, &shape.op, &layer, &spans, &q, &mut out);
+    assert_eq!(bits(&out), bits(&[&want_a[108 * 72..], &want_b[78 * 72..]].concat()));
+}
