@@ -1,0 +1,349 @@
+//! `puna eval`: logits and hidden states of given token ids, for comparison with a reference.
+
+use crate::error::Error;
+use clap::Args;
+use puna_kernels::{Acts, Isa, KvType, Pool};
+use puna_model::{BackendKind, Batch, Gguf, KvCache, LoadOptions, Model, Outputs, Row, SeqId, Span, Tap};
+use safetensors::tensor::TensorView;
+use safetensors::{Dtype, SafeTensors};
+use std::collections::HashMap;
+use std::path::{Path, PathBuf};
+
+/// Arguments of `puna eval`.
+#[derive(Args)]
+pub struct EvalArgs {
+    /// GGUF file
+    model: PathBuf,
+    /// Token ids, separated by commas
+    #[arg(long, value_delimiter = ',', required_unless_present = "input", conflicts_with = "input")]
+    tokens: Vec<i64>,
+    /// Safetensors file with input_ids [T], i64; optionally image_embeds [n, dim] f32 and image_mask [T] u8
+    #[arg(long, value_name = "IN")]
+    input: Option<PathBuf>,
+    /// Safetensors file to write: logits [T, vocabulary] and what else was asked for
+    #[arg(long)]
+    out: PathBuf,
+    /// Also write hidden_states [layers + 1, T, dim] and mean_pooled [dim] of the prompt
+    #[arg(long)]
+    hidden_states: bool,
+    /// Also choose N further tokens, each the most likely one; end tokens do not end
+    #[arg(long, value_name = "N", default_value_t = 0)]
+    greedy: usize,
+    /// Threads [default: physical cores]
+    #[arg(long)]
+    threads: Option<usize>,
+    /// Positions computed in one step
+    #[arg(long, default_value_t = 512, value_parser = clap::value_parser!(u64).range(1..))]
+    chunk: u64,
+    /// How keys and values are kept: f32 or f16
+    #[arg(long, default_value = "f16")]
+    kv: KvType,
+    /// Instructions: scalar, avx2 or avx512 [default: the best of this processor]
+    #[arg(long)]
+    isa: Option<Isa>,
+    /// JSON list of token lists that run in the same batches
+    #[arg(long, value_name = "FILE")]
+    batch_with: Option<PathBuf>,
+    /// What computes: cpu, or the slow reference
+    #[arg(long, default_value = "auto", value_parser = ["auto", "cpu", "reference"])]
+    backend: String,
+    /// Rearrange weights while loading: auto or no
+    #[arg(long, default_value = "auto", value_parser = ["auto", "no"])]
+    pack: String,
+}
+
+/// Runs the command.
+pub fn run(args: &EvalArgs) -> Result<(), Error> {
+    let gguf = Gguf::open(&args.model)?;
+    let options = LoadOptions {
+        backend: if args.backend == "reference" { BackendKind::Reference } else { BackendKind::Cpu },
+        isa: args.isa.unwrap_or_else(Isa::detect),
+        threads: args.threads.unwrap_or_else(Pool::default_threads),
+        pack: args.pack == "auto",
+    };
+    let mut model = Model::load(&gguf, &options, &mut |_, _| {})?;
+    let input = match &args.input {
+        Some(path) => Input::read(path, model.config().dim)?,
+        None => Input { ids: args.tokens.clone(), ..Input::default() },
+    };
+    let others = args.batch_with.as_deref().map(companions).transpose()?.unwrap_or_default();
+    let mut kv = model.kv_cache(args.kv);
+    let mut eval = Eval::new(&mut model, &mut kv, input, others, args)?;
+    eval.prompt()?;
+    eval.greedy(args.greedy)?;
+    let result = eval.result;
+    result.write(&args.out, &model, options.isa, args)
+}
+
+/// What is evaluated.
+#[derive(Default)]
+struct Input {
+    ids: Vec<i64>,
+    /// Positions whose embedding is a row of `embeds`.
+    mask: Vec<u8>,
+    /// `[n, dim]`
+    embeds: Vec<f32>,
+}
+
+impl Input {
+    fn read(path: &Path, dim: usize) -> Result<Input, Error> {
+        let bytes = std::fs::read(path).map_err(|e| Error::file(path, e))?;
+        let file = SafeTensors::deserialize(&bytes).map_err(|e| Error::file(path, e))?;
+        let get = |name: &str, dtype: Dtype| match file.tensor(name) {
+            Ok(t) if t.dtype() == dtype => Ok(Some(t.data().to_vec())),
+            Ok(t) => Err(Error::file(path, format!("{name}: expected {dtype:?}, found {:?}", t.dtype()))),
+            Err(_) => Ok(None),
+        };
+        let ids = get("input_ids", Dtype::I64)?.ok_or_else(|| Error::file(path, "no tensor input_ids"))?;
+        let ids: Vec<i64> = ids.as_chunks().0.iter().map(|b| i64::from_le_bytes(*b)).collect();
+        let mask = get("image_mask", Dtype::U8)?.unwrap_or_default();
+        let embeds = get("image_embeds", Dtype::F32)?.unwrap_or_default();
+        let embeds: Vec<f32> = embeds.as_chunks().0.iter().map(|b| f32::from_le_bytes(*b)).collect();
+        for name in ["position_ids", "deepstack_embeds", "rope_delta"] {
+            if file.tensor(name).is_ok() {
+                return Err(Error::file(path, format!("{name} is not supported")));
+            }
+        }
+        let images = mask.iter().filter(|&&m| m != 0).count();
+        if !mask.is_empty() && (mask.len() != ids.len() || embeds.len() != images * dim) {
+            let what = format!(
+                "image_mask [{}] with {images} images and {} numbers of image_embeds do not fit {} ids and width {dim}",
+                mask.len(),
+                embeds.len(),
+                ids.len()
+            );
+            return Err(Error::file(path, what));
+        }
+        Ok(Input { ids, mask, embeds })
+    }
+}
+
+/// Sequences that run beside the one that counts.
+fn companions(path: &Path) -> Result<Vec<Vec<i64>>, Error> {
+    let bytes = std::fs::read(path).map_err(|e| Error::file(path, e))?;
+    serde_json::from_slice(&bytes).map_err(|e| Error::file(path, format!("expected a JSON list of token lists: {e}")))
+}
+
+/// One sequence of rows, and how far it is computed.
+struct Sequence {
+    id: SeqId,
+    rows: Vec<Row>,
+    embeds: Vec<f32>,
+    done: usize,
+}
+
+struct Eval<'a> {
+    model: &'a mut Model,
+    kv: &'a mut KvCache,
+    /// The first is the one that counts.
+    seqs: Vec<Sequence>,
+    chunk: usize,
+    batch: Batch,
+    states: Option<HiddenStates>,
+    result: Output,
+}
+
+/// What is written.
+#[derive(Default)]
+struct Output {
+    logits: Vec<f32>,
+    hidden_states: Option<Vec<f32>>,
+    mean_pooled: Option<Vec<f32>>,
+    prompt: usize,
+    greedy: Vec<i64>,
+    steps: usize,
+    rows: usize,
+}
+
+impl<'a> Eval<'a> {
+    fn new(
+        model: &'a mut Model,
+        kv: &'a mut KvCache,
+        input: Input,
+        others: Vec<Vec<i64>>,
+        args: &EvalArgs,
+    ) -> Result<Eval<'a>, Error> {
+        let vocab = model.config().vocab_size;
+        let mut seqs = Vec::new();
+        let mut embeds = input.embeds;
+        let mut mask = input.mask;
+        for ids in std::iter::once(input.ids).chain(others) {
+            if ids.is_empty() {
+                return Err(Error::Input("a sequence to evaluate has no tokens".into()));
+            }
+            let mut image = 0;
+            let mut row = |(i, id): (usize, i64)| {
+                if mask.get(i).is_some_and(|&m| m != 0) {
+                    image += 1;
+                    return Ok(Row::Embed(image - 1));
+                }
+                match u32::try_from(id) {
+                    Ok(id) if (id as usize) < vocab => Ok(Row::Token(id)),
+                    _ => Err(Error::Input(format!("token id {id} is out of range: the vocabulary has {vocab}"))),
+                }
+            };
+            let rows = ids.into_iter().enumerate().map(&mut row).collect::<Result<_, _>>()?;
+            seqs.push(Sequence { id: kv.add(), rows, embeds: std::mem::take(&mut embeds), done: 0 });
+            mask.clear();
+        }
+        let states = args.hidden_states.then(|| HiddenStates::new(model.config().n_layers, seqs[0].rows.len()));
+        let chunk = usize::try_from(args.chunk).unwrap_or(usize::MAX);
+        Ok(Eval { model, kv, seqs, chunk, batch: Batch::default(), states, result: Output::default() })
+    }
+
+    /// Computes the next chunk of every sequence that has rows left; gives the logits of the first one's rows.
+    fn step(&mut self) -> Result<Vec<f32>, Error> {
+        self.batch.clear();
+        for (i, seq) in self.seqs.iter_mut().enumerate() {
+            let n = self.chunk.min(seq.rows.len() - seq.done);
+            if n == 0 {
+                continue;
+            }
+            let first = self.batch.rows.len() as u32;
+            self.batch.rows.extend(&seq.rows[seq.done..seq.done + n]);
+            self.batch.spans.push(Span { seq: seq.id, start: seq.done, rows: n });
+            // Of companions only the last row's logits are read, to go on with.
+            self.batch.outputs.extend(if i == 0 { first } else { first + n as u32 - 1 }..first + n as u32);
+            if i == 0 {
+                self.batch.embeds.extend(&seq.embeds);
+            }
+            seq.done += n;
+        }
+        let vocab = self.model.config().vocab_size;
+        let own = self.batch.spans.first().filter(|s| s.seq == self.seqs[0].id).map_or(0, |s| s.rows);
+        let logits = match &mut self.states {
+            Some(states) if own > 0 => {
+                states.own = own;
+                self.model.forward_with(&self.batch, self.kv, states)?
+            }
+            _ => self.model.forward(&self.batch, self.kv)?,
+        };
+        self.result.steps += 1;
+        self.result.rows += self.batch.rows.len();
+        // Companions decode on, so that batches stay mixed.
+        let (own_logits, rest) = logits.split_at(own * vocab);
+        let running = self.batch.spans.iter().filter(|s| s.seq != self.seqs[0].id);
+        let next: Vec<(SeqId, Option<u32>)> =
+            running.zip(rest.chunks_exact(vocab)).map(|(s, l)| (s.seq, argmax(l))).collect();
+        for (id, token) in next {
+            let seq = self.seqs.iter_mut().find(|s| s.id == id);
+            if let (Some(seq), Some(token)) = (seq.filter(|s| s.done == s.rows.len()), token) {
+                seq.rows.push(Row::Token(token));
+            }
+        }
+        Ok(own_logits.to_vec())
+    }
+
+    fn prompt(&mut self) -> Result<(), Error> {
+        self.result.prompt = self.seqs[0].rows.len();
+        while self.seqs[0].done < self.seqs[0].rows.len() {
+            let logits = self.step()?;
+            self.result.logits.extend(logits);
+        }
+        if let Some(states) = self.states.take() {
+            let dim = self.model.config().dim;
+            let last = &states.layers[self.model.config().n_layers];
+            let mut mean = vec![0f64; dim];
+            for (i, x) in last.iter().enumerate() {
+                mean[i % dim] += f64::from(*x);
+            }
+            let n = self.result.prompt as f64;
+            self.result.mean_pooled = Some(mean.into_iter().map(|sum| (sum / n) as f32).collect());
+            self.result.hidden_states = Some(states.layers.concat());
+        }
+        Ok(())
+    }
+
+    fn greedy(&mut self, n: usize) -> Result<(), Error> {
+        let vocab = self.model.config().vocab_size;
+        let mut logits = self.result.logits[self.result.logits.len() - vocab..].to_vec();
+        for i in 0..n {
+            let token = argmax(&logits)
+                .ok_or_else(|| Error::Input(format!("token {i} of --greedy: the logits are not finite")))?;
+            self.result.greedy.push(i64::from(token));
+            if i + 1 < n {
+                self.seqs[0].rows.push(Row::Token(token));
+                logits = self.step()?;
+            }
+        }
+        Ok(())
+    }
+}
+
+/// The most likely token, the lowest id where equal; `None` if a logit is NaN or positive infinity.
+fn argmax(logits: &[f32]) -> Option<u32> {
+    let mut best = 0;
+    for (i, &x) in logits.iter().enumerate() {
+        if x.is_nan() || x == f32::INFINITY {
+            return None;
+        }
+        if x > logits[best] {
+            best = i;
+        }
+    }
+    Some(best as u32)
+}
+
+/// Collects the residual of the first rows of each batch.
+struct HiddenStates {
+    /// `[n_layers + 1]` of `[T, dim]`
+    layers: Vec<Vec<f32>>,
+    /// Rows of the batch that count.
+    own: usize,
+}
+
+impl HiddenStates {
+    fn new(n_layers: usize, _rows: usize) -> HiddenStates {
+        HiddenStates { layers: vec![Vec::new(); n_layers + 1], own: 0 }
+    }
+}
+
+impl Tap for HiddenStates {
+    fn residual(&mut self, layer: usize, x: &mut Acts) {
+        if layer + 1 < self.layers.len() {
+            self.layers[layer].extend(&x.values()[..self.own * x.cols()]);
+        }
+    }
+
+    fn hidden(&mut self, h: &Acts) {
+        if let Some(last) = self.layers.last_mut() {
+            last.extend(&h.values()[..self.own * h.cols()]);
+        }
+    }
+
+    fn wants_all_rows(&self) -> bool {
+        false
+    }
+}
+
+impl Output {
+    fn write(&self, path: &Path, model: &Model, isa: Isa, args: &EvalArgs) -> Result<(), Error> {
+        let c = model.config();
+        let mut tensors: Vec<(&str, Dtype, Vec<usize>, Vec<u8>)> = Vec::new();
+        let f32s = |x: &[f32]| x.iter().flat_map(|x| x.to_le_bytes()).collect();
+        tensors.push(("logits", Dtype::F32, vec![self.prompt, c.vocab_size], f32s(&self.logits)));
+        if let Some(states) = &self.hidden_states {
+            tensors.push(("hidden_states", Dtype::F32, vec![c.n_layers + 1, self.prompt, c.dim], f32s(states)));
+        }
+        if let Some(mean) = &self.mean_pooled {
+            tensors.push(("mean_pooled", Dtype::F32, vec![c.dim], f32s(mean)));
+        }
+        if args.greedy > 0 {
+            let ids = self.greedy.iter().flat_map(|id| id.to_le_bytes()).collect();
+            tensors.push(("greedy", Dtype::I64, vec![self.greedy.len()], ids));
+        }
+        let views = tensors
+            .iter()
+            .map(|(name, dtype, shape, bytes)| Ok((*name, TensorView::new(*dtype, shape.clone(), bytes)?)))
+            .collect::<Result<Vec<_>, safetensors::SafeTensorError>>()
+            .map_err(|e| Error::file(path, e))?;
+        let meta = HashMap::from([
+            ("isa".to_owned(), isa.to_string()),
+            ("threads".to_owned(), model.threads().to_string()),
+            ("steps".to_owned(), self.steps.to_string()),
+            ("rows".to_owned(), self.rows.to_string()),
+            ("kv".to_owned(), args.kv.to_string()),
+        ]);
+        safetensors::serialize_to_file(views, Some(meta), path).map_err(|e| Error::file(path, e))
+    }
+}

@@ -1,0 +1,347 @@
+//! Architectures: one row each. What differs between them is data: where keys are, how rows are ordered, which
+//! constants hold. No code path asks for an architecture's name.
+
+use crate::config::{Config, MoeConfig};
+use crate::error::{Error, escape};
+use crate::gguf::{Gguf, Metadata, Value};
+use crate::rope::{Rope, Yarn, base_frequencies};
+use puna_kernels::ops::{Activation, Routing};
+
+/// An architecture that puna computes.
+pub struct Arch {
+    /// `general.architecture`.
+    pub name: &'static str,
+    /// What its keys begin with, where that is not the name.
+    pub keys: Option<&'static str>,
+    /// GGUF files hold the rows of q and k in the order of adjacent rotary pairs; otherwise halves pair.
+    pub interleaved: bool,
+    /// What the file's metadata cannot say.
+    pub adjust: fn(&Keys, &mut Config) -> Result<(), Error>,
+}
+
+/// Every architecture that puna computes.
+pub static ARCHS: &[Arch] = &[
+    Arch { name: "llama", keys: None, interleaved: true, adjust: |_, _| Ok(()) },
+    // Some converters name the model and keep the keys.
+    Arch { name: "mistral", keys: Some("llama"), interleaved: true, adjust: |_, _| Ok(()) },
+];
+
+/// Keys that change what a model computes and that no row of [`ARCHS`] knows: refused unless they say "off".
+const REFUSED: &[&str] = &[
+    "attention.max_alibi_bias",
+    "attention.clamp_kqv",
+    "attention.q_lora_rank",
+    "attention.kv_lora_rank",
+    "attention.key_length_swa",
+    "attention.output_scale",
+    "attention.shared_kv_layers",
+    "attention.temperature_length",
+    "attention.temperature_scale",
+    "attention.indexer.top_k",
+    "expert_group_count",
+    "expert_group_scale",
+    "logit_scale_type",
+    "rope.dimension_count_swa",
+    "rope.freq_base_swa",
+    "rope.scaling.alpha",
+    "router_logit_softcapping",
+    "swiglu_clamp_exp",
+    "use_parallel_residual",
+];
+
+/// The metadata of one architecture.
+pub struct Keys<'a> {
+    meta: &'a Metadata,
+    prefix: String,
+}
+
+impl<'a> Keys<'a> {
+    /// The full name of a key.
+    pub fn name(&self, key: &str) -> String {
+        format!("{}.{key}", self.prefix)
+    }
+
+    /// An error about a key.
+    pub fn error(&self, key: &str, what: impl Into<String>) -> Error {
+        self.meta.error(&self.name(key), what)
+    }
+
+    /// A count above zero and within reason.
+    fn count(&self, key: &str) -> Result<Option<usize>, Error> {
+        match self.meta.get::<u32>(&self.name(key))? {
+            Some(0) => Err(self.error(key, "expected a number above 0, found 0")),
+            n => Ok(n.map(|n| n as usize)),
+        }
+    }
+
+    fn require_count(&self, key: &str) -> Result<usize, Error> {
+        self.count(key)?.ok_or_else(|| self.error(key, "missing"))
+    }
+
+    /// A finite number.
+    pub fn number(&self, key: &str) -> Result<Option<f32>, Error> {
+        match self.meta.get::<f32>(&self.name(key))? {
+            Some(x) if !x.is_finite() => Err(self.error(key, format!("expected a finite number, found {x}"))),
+            x => Ok(x),
+        }
+    }
+
+    /// A finite number above zero.
+    fn positive(&self, key: &str) -> Result<Option<f32>, Error> {
+        match self.number(key)? {
+            Some(x) if x <= 0.0 => Err(self.error(key, format!("expected a number above 0, found {x}"))),
+            x => Ok(x),
+        }
+    }
+
+    /// A count that a file may give once or for each layer; layers must agree.
+    fn count_of_layers(&self, key: &str, n_layers: usize) -> Result<Option<usize>, Error> {
+        let name = self.name(key);
+        if !matches!(self.meta.value(&name), Some(Value::Array(_))) {
+            return self.count(key);
+        }
+        let counts: Vec<u32> = self.meta.require(&name)?;
+        if counts.len() != n_layers {
+            return Err(self.error(key, format!("expected {n_layers} numbers, one a layer, found {}", counts.len())));
+        }
+        match counts.first() {
+            Some(&n) if n > 0 && counts.iter().all(|&c| c == n) => Ok(Some(n as usize)),
+            _ => Err(self
+                .error(key, "expected the same number above 0 for all layers: layers that differ are not supported")),
+        }
+    }
+}
+
+/// The row of a file's architecture, and its configuration.
+///
+/// # Errors
+/// [`Error::Key`] names the key that is missing, of another type, out of range, or asks for what puna cannot do.
+pub fn from_gguf(gguf: &Gguf) -> Result<(&'static Arch, Config), Error> {
+    let meta = gguf.meta();
+    let name: &str = meta.require("general.architecture")?;
+    let arch = ARCHS.iter().find(|a| a.name == name).ok_or_else(|| {
+        let known: Vec<&str> = ARCHS.iter().map(|a| a.name).collect();
+        let what = format!("architecture '{}' is not supported; supported are {}", escape(name), known.join(", "));
+        meta.error("general.architecture", what)
+    })?;
+    let own = format!("{name}.block_count");
+    let prefix = arch.keys.filter(|_| meta.value(&own).is_none()).unwrap_or(name);
+    let keys = Keys { meta, prefix: prefix.to_owned() };
+    let mut config = read(gguf, arch, &keys)?;
+    (arch.adjust)(&keys, &mut config)?;
+    Ok((arch, config))
+}
+
+fn read(gguf: &Gguf, arch: &'static Arch, keys: &Keys) -> Result<Config, Error> {
+    for key in REFUSED {
+        let off = match keys.meta.value(&keys.name(key)) {
+            None | Some(Value::Bool(false)) => true,
+            Some(value) => value.integer() == Some(0) || matches!(value, Value::F32(x) if x == 0.0),
+        };
+        if !off {
+            return Err(keys.error(key, "not supported"));
+        }
+    }
+    if keys.meta.get::<bool>(&keys.name("attention.causal"))? == Some(false) {
+        return Err(keys.error("attention.causal", "attention to later positions is not supported"));
+    }
+    let n_layers = keys.require_count("block_count")?;
+    // A hostile count must not size anything: each layer has tensors of its own.
+    if n_layers > gguf.tensors().len() {
+        let what = format!("{n_layers} layers, but the file has {} tensors: layers are missing", gguf.tensors().len());
+        return Err(keys.error("block_count", what));
+    }
+    let dim = keys.require_count("embedding_length")?;
+    let n_heads = keys.count_of_layers("attention.head_count", n_layers)?;
+    let n_heads = n_heads.ok_or_else(|| keys.error("attention.head_count", "missing"))?;
+    let n_kv_heads = keys.count_of_layers("attention.head_count_kv", n_layers)?.unwrap_or(n_heads);
+    if n_heads % n_kv_heads != 0 {
+        let what = format!("{n_heads} heads are not divisible into {n_kv_heads} groups");
+        return Err(keys.error("attention.head_count_kv", what));
+    }
+    let head_dim = head_dim(keys, dim, n_heads)?;
+    let embedding = gguf.tensor("token_embd.weight")?;
+    let vocab_size = embedding.rows();
+    if let Some(n) = keys.count("vocab_size")?.filter(|&n| n > vocab_size) {
+        let what = format!("{n} tokens, but token_embd.weight has {vocab_size} rows");
+        return Err(keys.error("vocab_size", what));
+    }
+    let eps = "attention.layer_norm_rms_epsilon";
+    let norm_eps = keys.number(eps)?.ok_or_else(|| keys.error(eps, "missing"))?;
+    if norm_eps < 0.0 {
+        return Err(keys.error(eps, format!("expected a number from 0 on, found {norm_eps}")));
+    }
+    let ffn_dim = keys.count_of_layers("feed_forward_length", n_layers)?;
+    Ok(Config {
+        arch: arch.name,
+        name: keys.meta.get::<std::borrow::Cow<str>>("general.name").ok().flatten().map(|n| n.into_owned()),
+        vocab_size,
+        dim,
+        n_layers,
+        n_heads,
+        n_kv_heads,
+        head_dim,
+        ffn_dim: ffn_dim.unwrap_or(0),
+        context_length: keys.count("context_length")?.unwrap_or(4096),
+        norm_eps,
+        rope: rope(gguf, keys, head_dim)?,
+        rope_layers: vec![true; n_layers],
+        windows: windows(keys, n_layers)?,
+        attn_scale: keys.positive("attention.scale")?.unwrap_or(1.0 / (head_dim as f32).sqrt()),
+        attn_softcap: keys.positive("attn_logit_softcapping")?,
+        logit_softcap: keys.positive("final_logit_softcapping")?,
+        embed_scale: keys.positive("embedding_scale")?.unwrap_or(1.0),
+        residual_scale: keys.positive("residual_scale")?.unwrap_or(1.0),
+        logit_scale: keys.positive("logit_scale")?.unwrap_or(1.0),
+        activation: Activation::Silu,
+        moe: moe(keys, ffn_dim)?,
+    })
+}
+
+fn head_dim(keys: &Keys, dim: usize, n_heads: usize) -> Result<usize, Error> {
+    let key_length = keys.count("attention.key_length")?;
+    let head_dim = match key_length {
+        Some(n) => n,
+        None if dim % n_heads == 0 => dim / n_heads,
+        None => {
+            let what = format!("missing, and embedding_length {dim} is not divisible by {n_heads} heads");
+            return Err(keys.error("attention.key_length", what));
+        }
+    };
+    match keys.count("attention.value_length")? {
+        Some(n) if n != head_dim => {
+            let what =
+                format!("expected {head_dim} as the keys have, found {n}: values of another length are not supported");
+            Err(keys.error("attention.value_length", what))
+        }
+        _ => Ok(head_dim),
+    }
+}
+
+fn windows(keys: &Keys, n_layers: usize) -> Result<Vec<Option<usize>>, Error> {
+    let window = keys.meta.get::<u32>(&keys.name("attention.sliding_window"))?.filter(|&w| w > 0).map(|w| w as usize);
+    let pattern = "attention.sliding_window_pattern";
+    match keys.meta.value(&keys.name(pattern)) {
+        Some(Value::Array(_)) if window.is_some() => {
+            let windowed: Vec<bool> = keys.meta.require(&keys.name(pattern))?;
+            if windowed.len() != n_layers {
+                let what = format!("expected {n_layers} entries, one a layer, found {}", windowed.len());
+                return Err(keys.error(pattern, what));
+            }
+            Ok(windowed.into_iter().map(|on| window.filter(|_| on)).collect())
+        }
+        Some(_) if window.is_some() => Err(keys.error(pattern, "only a list of booleans is supported")),
+        _ => Ok(vec![window; n_layers]),
+    }
+}
+
+fn rope(gguf: &Gguf, keys: &Keys, head_dim: usize) -> Result<Rope, Error> {
+    let width = keys.count("rope.dimension_count")?.unwrap_or(head_dim);
+    if width > head_dim || width % 2 != 0 {
+        let what = format!("expected an even number up to the head's {head_dim} dimensions, found {width}");
+        return Err(keys.error("rope.dimension_count", what));
+    }
+    let theta = keys.positive("rope.freq_base")?.unwrap_or(10_000.0);
+    // The older key says by how much positions are scaled: linear.
+    let old = keys.positive("rope.scale_linear")?;
+    let kind = match keys.meta.get::<&str>(&keys.name("rope.scaling.type"))? {
+        None => old.map_or("none", |_| "linear"),
+        Some(kind) => kind,
+    };
+    let factor = || match keys.positive("rope.scaling.factor")?.or(old) {
+        Some(factor) => Ok(factor),
+        None => Err(keys.error("rope.scaling.factor", "missing")),
+    };
+    let (kind, mut inv_freq, magnitude) = match kind {
+        "none" => ("none", base_frequencies(theta, width), 1.0),
+        "linear" => {
+            let factor = factor()?;
+            ("linear", base_frequencies(theta, width).into_iter().map(|f| f / factor).collect(), 1.0)
+        }
+        "yarn" => {
+            let (yarn, magnitude) = yarn(keys, factor()?)?;
+            ("yarn", yarn.frequencies(theta, width), magnitude)
+        }
+        other => {
+            let what = format!("rope scaling '{}' is not supported; supported are none, linear, yarn", escape(other));
+            return Err(keys.error("rope.scaling.type", what));
+        }
+    };
+    if let Some(divisors) = frequency_divisors(gguf, width / 2)? {
+        for (freq, divisor) in inv_freq.iter_mut().zip(divisors) {
+            *freq /= divisor;
+        }
+        return Ok(Rope { inv_freq, magnitude, kind: "llama3", theta });
+    }
+    Ok(Rope { inv_freq, magnitude, kind, theta })
+}
+
+fn yarn(keys: &Keys, factor: f32) -> Result<(Yarn, f32), Error> {
+    let yarn = Yarn {
+        factor,
+        original_context: keys.require_count("rope.scaling.original_context_length")?,
+        beta_fast: keys.positive("rope.scaling.yarn_beta_fast")?.unwrap_or(32.0),
+        beta_slow: keys.positive("rope.scaling.yarn_beta_slow")?.unwrap_or(1.0),
+        truncate: true,
+    };
+    for (key, neutral) in [("rope.scaling.yarn_ext_factor", 1.0), ("rope.scaling.yarn_log_multiplier", 0.0)] {
+        if let Some(x) = keys.number(key)?.filter(|&x| x != neutral && x >= 0.0) {
+            return Err(keys.error(key, format!("only {neutral} is supported, found {x}")));
+        }
+    }
+    // In GGUF the attention factors multiply YaRN's own magnitude.
+    let mut magnitude = Yarn::magnitude(factor, 1.0);
+    for key in ["rope.scaling.attn_factor", "rope.scaling.yarn_attn_factor"] {
+        magnitude *= keys.positive(key)?.unwrap_or(1.0);
+    }
+    Ok((yarn, magnitude))
+}
+
+/// `rope_freqs.weight`: what Llama 3's scaling comes to, a divisor for each frequency.
+fn frequency_divisors(gguf: &Gguf, half: usize) -> Result<Option<Vec<f32>>, Error> {
+    let Some(info) = gguf.find("rope_freqs.weight") else { return Ok(None) };
+    let (dtype, bytes) = gguf.weight(info)?;
+    if info.elements() != half || info.rows() != 1 || dtype.format().block_len != 1 {
+        let what = format!("expected shape [{half}] of a float type, found {:?} of {}", info.shape, info.ty);
+        return Err(gguf.error(info, what));
+    }
+    let mut divisors = vec![0.0; half];
+    (dtype.format().dequantize)(&bytes, &mut divisors);
+    match divisors.iter().find(|d| !d.is_finite() || **d <= 0.0) {
+        Some(bad) => Err(gguf.error(info, format!("expected divisors above 0, found {bad}"))),
+        None => Ok(Some(divisors)),
+    }
+}
+
+fn moe(keys: &Keys, ffn_dim: Option<usize>) -> Result<Option<MoeConfig>, Error> {
+    // Zero experts is how some converters say that there are none.
+    let n_experts = keys.meta.get::<u32>(&keys.name("expert_count"))?.unwrap_or(0) as usize;
+    if n_experts == 0 {
+        return Ok(None);
+    }
+    let used = keys.require_count("expert_used_count")?;
+    if used > n_experts {
+        return Err(keys.error("expert_used_count", format!("{used} experts of {n_experts} cannot be used")));
+    }
+    let width = keys.count("expert_feed_forward_length")?.or(ffn_dim);
+    let sigmoid = match keys.meta.get::<u32>(&keys.name("expert_gating_func"))?.unwrap_or(1) {
+        1 => false,
+        2 => true,
+        n => {
+            return Err(
+                keys.error("expert_gating_func", format!("only 1 (softmax) and 2 (sigmoid) are supported, found {n}"))
+            );
+        }
+    };
+    Ok(Some(MoeConfig {
+        n_experts,
+        ffn_dim: width.ok_or_else(|| keys.error("expert_feed_forward_length", "missing"))?,
+        routing: Routing {
+            used,
+            sigmoid,
+            normalize: keys.meta.get(&keys.name("expert_weights_norm"))?.unwrap_or(true),
+            // Zero is how converters say that nothing is scaled.
+            scale: keys.number("expert_weights_scale")?.filter(|&s| s != 0.0).unwrap_or(1.0),
+        },
+    }))
+}

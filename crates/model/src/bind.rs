@@ -1,0 +1,261 @@
+//! Weights by name: each tensor's shape is checked against the configuration, and a tensor of a layer that nothing
+//! reads is an error, because ignoring it would give wrong answers.
+
+use crate::arch::Arch;
+use crate::backend::Backend;
+use crate::config::{Config, MoeConfig};
+use crate::error::{Error, escape};
+use crate::gguf::{Gguf, TensorInfo};
+use crate::weights::{Attn, Dense, Ffn, Layer, Linear, Moe, Norm, Weights};
+use puna_kernels::{Arith, MatrixSource};
+use std::cell::RefCell;
+use std::collections::HashSet;
+use std::ops::Range;
+
+/// A matrix that was found and checked, and is not yet in a device's form.
+pub struct Found {
+    /// Its format, shape and bytes.
+    pub source: MatrixSource,
+    /// Which file it is in, and where.
+    shard: usize,
+    range: Range<usize>,
+}
+
+/// Called as weights are loaded: bytes done, bytes in all.
+pub type Progress<'a> = dyn FnMut(u64, u64) + 'a;
+
+/// Finds and checks all weights of a file, and brings none into memory.
+///
+/// # Errors
+/// [`Error::Tensor`] names the tensor that is missing, of another shape or type than the configuration says, or that
+/// nothing reads.
+pub fn bind(gguf: &Gguf, arch: &Arch, config: &Config) -> Result<Weights<Found>, Error> {
+    gguf.check()?;
+    let binder = Binder { gguf, interleaved: arch.interleaved, config, read: RefCell::default() };
+    let weights = Weights {
+        tok_embd: binder.linear("token_embd", [config.vocab_size, config.dim])?,
+        layers: (0..config.n_layers).map(|l| binder.layer(l)).collect::<Result<_, _>>()?,
+        output_norm: binder.required_norm("output_norm", config.dim)?,
+        output: binder.optional_linear("output", [config.vocab_size, config.dim])?,
+    };
+    binder.check_unread()?;
+    Ok(weights)
+}
+
+/// Brings bound weights into a device's form, and gives back the file's pages that it copied.
+pub fn load<B: Backend>(
+    backend: &B,
+    gguf: &Gguf,
+    weights: Weights<Found>,
+    progress: &mut Progress,
+) -> Weights<B::Matrix> {
+    let total = gguf.tensors().map(|t| t.bytes).sum();
+    let mut done = 0;
+    weights.map(&mut |found: Found| {
+        let bytes = found.source.bytes.len() as u64;
+        let matrix = backend.matrix(found.source);
+        if backend.copies(&matrix) {
+            gguf.shards()[found.shard].map.release(found.range);
+        }
+        done += bytes;
+        progress(done, total);
+        matrix
+    })
+}
+
+struct Binder<'a> {
+    gguf: &'a Gguf,
+    interleaved: bool,
+    config: &'a Config,
+    /// Tensors that were read.
+    read: RefCell<HashSet<String>>,
+}
+
+impl Binder<'_> {
+    fn layer(&self, l: usize) -> Result<Layer<Found>, Error> {
+        let c = self.config;
+        let name = |part: &str| format!("blk.{l}.{part}");
+        let qk = |part: &str, heads: usize| {
+            let linear = self.linear(&name(part), [heads * c.head_dim, c.dim])?;
+            Ok(if self.interleaved { halves(linear, c.head_dim, 2 * c.rope.half()) } else { linear })
+        };
+        Ok(Layer {
+            attn_norm: Some(self.required_norm(&name("attn_norm"), c.dim)?),
+            attn: Attn {
+                q: qk("attn_q", c.n_heads)?,
+                k: qk("attn_k", c.n_kv_heads)?,
+                v: self.linear(&name("attn_v"), [c.kv_dim(), c.dim])?,
+                o: self.linear(&name("attn_output"), [c.dim, c.q_dim()])?,
+                q_norm: None,
+                k_norm: None,
+            },
+            post_attn_norm: None,
+            ffn_norm: Some(self.required_norm(&name("ffn_norm"), c.dim)?),
+            ffn: self.ffn(l)?,
+            post_ffn_norm: None,
+        })
+    }
+
+    fn ffn(&self, l: usize) -> Result<Ffn<Found>, Error> {
+        let name = |part: &str| format!("blk.{l}.{part}");
+        let has_router = self.gguf.find(&name("ffn_gate_inp.weight")).is_some();
+        match &self.config.moe {
+            Some(moe) if has_router => Ok(Ffn::Moe(Box::new(self.moe(l, moe)?))),
+            // A layer of a mixture may be dense; one with neither kind of tensor lacks its router.
+            Some(_) if self.gguf.find(&name("ffn_gate.weight")).is_none() => {
+                Err(self.missing(&name("ffn_gate_inp.weight")))
+            }
+            _ => Ok(Ffn::Dense(self.dense(|part| name(part), self.config.ffn_dim)?)),
+        }
+    }
+
+    fn dense(&self, name: impl Fn(&str) -> String, width: usize) -> Result<Dense<Found>, Error> {
+        Ok(Dense {
+            gate: self.linear(&name("ffn_gate"), [width, self.config.dim])?,
+            up: self.linear(&name("ffn_up"), [width, self.config.dim])?,
+            down: self.linear(&name("ffn_down"), [self.config.dim, width])?,
+        })
+    }
+
+    fn moe(&self, l: usize, moe: &MoeConfig) -> Result<Moe<Found>, Error> {
+        let name = |part: &str| format!("blk.{l}.{part}");
+        let (n, dim, width) = (moe.n_experts, self.config.dim, moe.ffn_dim);
+        let router = self.linear(&name("ffn_gate_inp"), [n, dim])?;
+        // Older files have a tensor for each expert.
+        let is_split = self.gguf.find(&name("ffn_gate.0.weight")).is_some();
+        let experts = if is_split {
+            let expert = |e: usize| self.dense(|part| format!("blk.{l}.{part}.{e}"), width);
+            (0..n).map(expert).collect::<Result<_, _>>()?
+        } else {
+            let mut gate = self.merged(&name("ffn_gate_exps"), [n, width, dim])?;
+            let mut up = self.merged(&name("ffn_up_exps"), [n, width, dim])?;
+            let mut down = self.merged(&name("ffn_down_exps"), [n, dim, width])?;
+            let mut next = |(): ()| Some(Dense { gate: gate.next()?, up: up.next()?, down: down.next()? });
+            (0..n).map_while(|_| next(())).collect()
+        };
+        Ok(Moe { router, correction: self.vector(&name("exp_probs_b.bias"), n)?, experts })
+    }
+
+    /// The experts of a merged tensor, one after the other.
+    fn merged(&self, name: &str, shape: [usize; 3]) -> Result<impl Iterator<Item = Linear<Found>> + use<>, Error> {
+        let [n, rows, cols] = shape;
+        let all = self.matrix(&format!("{name}.weight"), &shape)?;
+        let bias = self.matrix_values(&format!("{name}.bias"), &[n, rows])?;
+        let each = all.source.bytes.len() / n;
+        Ok((0..n).map(move |e| {
+            let start = all.range.start + e * each;
+            let bytes = all.source.bytes.slice(e * each..(e + 1) * each);
+            let source = MatrixSource { dtype: all.source.dtype, rows, cols, bytes, order: None };
+            let bias = bias.as_ref().map(|b| b[e * rows..(e + 1) * rows].to_vec());
+            Linear { weight: Found { source, shard: all.shard, range: start..start + each }, bias }
+        }))
+    }
+
+    /// `NAME.weight` and, where there is one, `NAME.bias`.
+    fn linear(&self, name: &str, [rows, cols]: [usize; 2]) -> Result<Linear<Found>, Error> {
+        let weight = self.matrix(&format!("{name}.weight"), &[rows, cols])?;
+        Ok(Linear { weight, bias: self.vector(&format!("{name}.bias"), rows)? })
+    }
+
+    fn optional_linear(&self, name: &str, shape: [usize; 2]) -> Result<Option<Linear<Found>>, Error> {
+        match self.gguf.find(&format!("{name}.weight")) {
+            Some(_) => self.linear(name, shape).map(Some),
+            None => Ok(None),
+        }
+    }
+
+    fn required_norm(&self, name: &str, width: usize) -> Result<Norm, Error> {
+        let name = format!("{name}.weight");
+        let weight = self.vector(&name, width)?.ok_or_else(|| self.missing(&name))?;
+        Ok(Norm { weight, eps: self.config.norm_eps })
+    }
+
+    fn matrix(&self, name: &str, shape: &[usize]) -> Result<Found, Error> {
+        let info = self.find(name)?.ok_or_else(|| self.missing(name))?;
+        self.check_shape(info, shape)?;
+        let (dtype, bytes) = self.gguf.weight(info)?;
+        let start = info.offset as usize;
+        let range = start..start + bytes.len();
+        let source = MatrixSource { dtype, rows: info.rows(), cols: info.cols(), bytes, order: None };
+        Ok(Found { source, shard: info.shard, range })
+    }
+
+    /// A vector in single precision; `None` where there is none.
+    fn vector(&self, name: &str, len: usize) -> Result<Option<Vec<f32>>, Error> {
+        self.matrix_values(name, &[len])
+    }
+
+    fn matrix_values(&self, name: &str, shape: &[usize]) -> Result<Option<Vec<f32>>, Error> {
+        let Some(info) = self.find(name)? else { return Ok(None) };
+        self.check_shape(info, shape)?;
+        let (dtype, bytes) = self.gguf.weight(info)?;
+        if dtype.format().arith != Arith::Float {
+            let what = format!("expected type F32, F16 or BF16, found {}", info.ty);
+            return Err(self.gguf.error(info, what));
+        }
+        let mut values = vec![0.0; info.elements()];
+        (dtype.format().dequantize)(&bytes, &mut values);
+        Ok(Some(values))
+    }
+
+    fn find(&self, name: &str) -> Result<Option<&TensorInfo>, Error> {
+        let info = self.gguf.find(name);
+        if info.is_some() {
+            self.read.borrow_mut().insert(name.to_owned());
+        }
+        Ok(info)
+    }
+
+    fn missing(&self, name: &str) -> Error {
+        Error::tensor(self.gguf.path(), name, "missing: no such tensor in the file")
+    }
+
+    fn check_shape(&self, info: &TensorInfo, shape: &[usize]) -> Result<(), Error> {
+        if info.shape.iter().copied().eq(shape.iter().map(|&n| n as u64)) {
+            return Ok(());
+        }
+        let what = format!("expected shape {shape:?} (outermost dimension first), found {:?}", info.shape);
+        Err(self.gguf.error(info, what))
+    }
+
+    /// Tensors of layers that nothing read. Others (of a vision tower, of a later layer) do not touch the answer.
+    fn check_unread(&self) -> Result<(), Error> {
+        let read = self.read.borrow();
+        let layer_of = |name: &str| name.strip_prefix("blk.")?.split('.').next()?.parse::<usize>().ok();
+        for info in self.gguf.tensors() {
+            let in_model = layer_of(&info.name).is_some_and(|l| l < self.config.n_layers);
+            if in_model && !read.contains(&*info.name) && !HARMLESS.iter().any(|part| info.name.contains(part)) {
+                let what = format!(
+                    "nothing in architecture {} reads it: the model needs what puna does not have",
+                    escape(self.config.arch)
+                );
+                return Err(self.gguf.error(info, what));
+            }
+        }
+        Ok(())
+    }
+}
+
+/// Tensors that old converters wrote and that every reader computes itself.
+const HARMLESS: &[&str] = &["rope_freqs", "rope.freqs", "attn_rot_embd", "rotary_emb.inv_freq"];
+
+/// Brings rows from the order of adjacent pairs, `(2i, 2i + 1)`, into that of halves, `(i, i + half)`, head by head,
+/// within the rotary width. Rows are independent in every format, and a bias moves with its row.
+fn halves(mut linear: Linear<Found>, head_dim: usize, width: usize) -> Linear<Found> {
+    let source = &mut linear.weight.source;
+    let place = |row: usize| {
+        let (head, i) = (row / head_dim * head_dim, row % head_dim);
+        let half = width / 2;
+        match i {
+            _ if i >= width => row,
+            _ if i < half => head + 2 * i,
+            _ => head + 2 * (i - half) + 1,
+        }
+    };
+    let order: Vec<u32> = (0..source.rows).map(|row| place(row) as u32).collect();
+    if let Some(bias) = &mut linear.bias {
+        *bias = order.iter().map(|&row| bias[row as usize]).collect();
+    }
+    source.order = Some(order);
+    linear
+}

@@ -1,0 +1,173 @@
+//! The cache of keys and values: which blocks a sequence holds. Layers that see equally far share a table; a layer
+//! with a window gives a block back when no later position can see it.
+
+use crate::batch::Batch;
+use crate::config::Config;
+use crate::error::Error;
+use puna_kernels::{KV_BLOCK, KvBlocks, KvLayer, KvLayout, KvPlan, KvType};
+use std::collections::VecDeque;
+
+/// A sequence in a [`KvCache`].
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct SeqId(usize);
+
+/// Keys and values of many sequences.
+pub struct KvCache {
+    layout: KvLayout,
+    groups: Vec<Group>,
+    /// Group of each layer, and its place there.
+    layers: Vec<(usize, usize)>,
+    seqs: Vec<Option<Sequence>>,
+}
+
+/// Layers with the same window.
+struct Group {
+    window: Option<usize>,
+    blocks: KvBlocks,
+    /// The rows of the current batch.
+    plan: KvPlan,
+}
+
+struct Sequence {
+    len: usize,
+    /// One a group.
+    tables: Vec<Table>,
+}
+
+/// The blocks of a sequence from `first` on.
+#[derive(Default)]
+struct Table {
+    first: usize,
+    blocks: VecDeque<u32>,
+}
+
+impl KvCache {
+    /// An empty cache for a model.
+    pub fn new(config: &Config, kind: KvType) -> KvCache {
+        let layout = KvLayout { kind, n_kv_heads: config.n_kv_heads, head_dim: config.head_dim };
+        let mut windows: Vec<Option<usize>> = Vec::new();
+        let mut counts = Vec::new();
+        let mut layers = Vec::new();
+        for window in &config.windows {
+            let group = windows.iter().position(|w| w == window).unwrap_or_else(|| {
+                windows.push(*window);
+                counts.push(0);
+                windows.len() - 1
+            });
+            layers.push((group, counts[group]));
+            counts[group] += 1;
+        }
+        let group = |(window, n_layers): (Option<usize>, usize)| Group {
+            window,
+            blocks: KvBlocks::new(n_layers * layout.layer_bytes()),
+            plan: KvPlan::default(),
+        };
+        KvCache { layout, groups: windows.into_iter().zip(counts).map(group).collect(), layers, seqs: Vec::new() }
+    }
+
+    /// How numbers are kept.
+    pub fn kind(&self) -> KvType {
+        self.layout.kind
+    }
+
+    /// Begins a sequence.
+    pub fn add(&mut self) -> SeqId {
+        let tables = self.groups.iter().map(|_| Table::default()).collect();
+        let seq = Some(Sequence { len: 0, tables });
+        match self.seqs.iter().position(Option::is_none) {
+            Some(free) => {
+                self.seqs[free] = seq;
+                SeqId(free)
+            }
+            None => {
+                self.seqs.push(seq);
+                SeqId(self.seqs.len() - 1)
+            }
+        }
+    }
+
+    /// Ends a sequence and gives its blocks back; does nothing for one that has ended.
+    pub fn remove(&mut self, seq: SeqId) {
+        let Some(seq) = self.seqs.get_mut(seq.0).and_then(Option::take) else { return };
+        for (group, table) in self.groups.iter_mut().zip(seq.tables) {
+            table.blocks.iter().for_each(|&b| group.blocks.free(b));
+        }
+    }
+
+    /// Positions a sequence holds; `None` for one that has ended.
+    pub fn len(&self, seq: SeqId) -> Option<usize> {
+        Some(self.seqs.get(seq.0)?.as_ref()?.len)
+    }
+
+    /// Forgets the positions of a sequence from `len` on. Where a window has already given back blocks that the
+    /// shorter sequence would need, it is emptied. Returns the length it has now.
+    pub fn truncate(&mut self, seq: SeqId, len: usize) -> usize {
+        let Some(Some(s)) = self.seqs.get_mut(seq.0) else { return 0 };
+        if len >= s.len {
+            return s.len;
+        }
+        let lost = |(group, table): (&Group, &Table)| table.first > first_needed(group.window, len) / KV_BLOCK;
+        let len = if self.groups.iter().zip(&s.tables).any(lost) { 0 } else { len };
+        for (group, table) in self.groups.iter_mut().zip(&mut s.tables) {
+            if len == 0 {
+                table.blocks.drain(..).for_each(|b| group.blocks.free(b));
+                table.first = 0;
+            }
+            while table.first + table.blocks.len() > len.div_ceil(KV_BLOCK) {
+                let Some(block) = table.blocks.pop_back() else { break };
+                group.blocks.free(block);
+            }
+        }
+        s.len = len;
+        len
+    }
+
+    /// Bytes of the blocks that sequences hold.
+    pub fn bytes(&self) -> usize {
+        self.groups.iter().map(|g| g.blocks.bytes_used()).sum()
+    }
+
+    /// Gets blocks for the rows of a batch, whose spans were checked against this cache.
+    pub(crate) fn prepare(&mut self, batch: &Batch) -> Result<(), Error> {
+        for (g, group) in self.groups.iter_mut().enumerate() {
+            group.plan.clear();
+            for span in &batch.spans {
+                let seq = self.seqs[span.seq.0].as_mut().expect("spans were checked");
+                let table = &mut seq.tables[g];
+                while (table.first + table.blocks.len()) * KV_BLOCK < span.start + span.rows {
+                    table.blocks.push_back(group.blocks.alloc().ok_or(Error::OutOfMemory { what: "the KV cache" })?);
+                }
+                group.plan.push(span.rows, span.start, table.first, table.blocks.iter().copied());
+            }
+        }
+        Ok(())
+    }
+
+    /// The batch's rows are in the cache: sequences grow, and what no later position sees is given back.
+    pub(crate) fn commit(&mut self, batch: &Batch) {
+        for span in &batch.spans {
+            let seq = self.seqs[span.seq.0].as_mut().expect("spans were checked");
+            seq.len += span.rows;
+            for (group, table) in self.groups.iter_mut().zip(&mut seq.tables) {
+                let keep = first_needed(group.window, seq.len) / KV_BLOCK;
+                while table.first < keep {
+                    let Some(block) = table.blocks.pop_front() else { break };
+                    group.blocks.free(block);
+                    table.first += 1;
+                }
+            }
+        }
+    }
+
+    /// A layer's blocks, its place in them, and where the batch's rows are.
+    pub(crate) fn layer(&mut self, layer: usize) -> (&mut KvBlocks, KvLayer, &KvPlan) {
+        let (group, index) = self.layers[layer];
+        let group = &mut self.groups[group];
+        (&mut group.blocks, KvLayer { layout: self.layout, index }, &group.plan)
+    }
+}
+
+/// First position that the next one (at `len`) sees.
+fn first_needed(window: Option<usize>, len: usize) -> usize {
+    window.map_or(0, |w| (len + 1).saturating_sub(w))
+}

@@ -1,0 +1,31 @@
+//! From model files to logits.
+//!
+//! [`gguf`] reads files, [`arch`] turns their metadata into a [`Config`], [`bind`] finds the weights, and
+//! [`Model::forward`] computes a ragged [`Batch`] over a [`KvCache`].
+
+#![deny(unsafe_code)]
+
+pub mod arch;
+pub mod backend;
+pub mod batch;
+pub mod bind;
+pub mod config;
+pub mod cpu;
+pub mod error;
+pub mod forward;
+pub mod gguf;
+pub mod kv;
+pub mod map;
+mod model;
+mod moe;
+pub mod reference;
+pub mod rope;
+pub mod weights;
+
+pub use batch::{Batch, Outputs, Row, Span};
+pub use config::{Config, MoeConfig};
+pub use error::Error;
+pub use forward::Tap;
+pub use gguf::Gguf;
+pub use kv::{KvCache, SeqId};
+pub use model::{BackendKind, LoadOptions, Model};

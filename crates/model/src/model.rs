@@ -1,0 +1,188 @@
+//! A loaded model: from a file to logits.
+
+use crate::arch;
+use crate::backend::Backend;
+use crate::batch::{Batch, Row};
+use crate::bind::{self, Progress};
+use crate::config::Config;
+use crate::cpu::Cpu;
+use crate::error::Error;
+use crate::forward::{self, Scratch, Tap};
+use crate::gguf::Gguf;
+use crate::kv::KvCache;
+use crate::reference::Reference;
+use crate::weights::Weights;
+use puna_kernels::{Isa, KvType, Pool};
+
+/// What computes.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum BackendKind {
+    /// Packed weights on all cores.
+    #[default]
+    Cpu,
+    /// Plain loops over f32 weights: slow, and what the other is compared with.
+    Reference,
+}
+
+/// How a model is loaded and run. Nothing here changes logits, except that the reference is exact.
+#[derive(Clone, Copy, Debug)]
+pub struct LoadOptions {
+    /// What computes.
+    pub backend: BackendKind,
+    /// Level of instructions: one of [`Isa::available`].
+    pub isa: Isa,
+    /// Threads.
+    pub threads: usize,
+    /// Rearrange weights for speed; otherwise they are used as the file stores them, without being copied.
+    pub pack: bool,
+}
+
+impl Default for LoadOptions {
+    fn default() -> LoadOptions {
+        let threads = Pool::default_threads();
+        LoadOptions { backend: BackendKind::Cpu, isa: Isa::detect(), threads, pack: true }
+    }
+}
+
+/// A model that can compute.
+pub struct Model {
+    config: Config,
+    runner: Box<dyn Runner + Send>,
+    scratch: Scratch,
+}
+
+/// A backend with its weights, whichever it is.
+trait Runner {
+    fn forward(&self, config: &Config, batch: &Batch, kv: &mut KvCache, scratch: &mut Scratch, tap: &mut dyn Tap);
+    fn threads(&self) -> usize;
+}
+
+struct Run<B: Backend>(B, Weights<B::Matrix>, usize);
+
+impl<B: Backend> Runner for Run<B> {
+    fn forward(&self, config: &Config, batch: &Batch, kv: &mut KvCache, scratch: &mut Scratch, tap: &mut dyn Tap) {
+        forward::forward(&self.0, (config, &self.1), batch, kv, scratch, tap);
+    }
+
+    fn threads(&self) -> usize {
+        self.2
+    }
+}
+
+impl Model {
+    /// Loads a model from a GGUF file.
+    ///
+    /// # Errors
+    /// Whatever is wrong with the file, before any weight is read into memory; an architecture or a tensor that is
+    /// not supported is named.
+    pub fn load(gguf: &Gguf, options: &LoadOptions, progress: &mut Progress) -> Result<Model, Error> {
+        if !Isa::available().contains(&options.isa) {
+            return Err(Error::Isa { isa: options.isa });
+        }
+        let (arch, config) = arch::from_gguf(gguf)?;
+        let weights = bind::bind(gguf, arch, &config)?;
+        let runner: Box<dyn Runner + Send> = match options.backend {
+            BackendKind::Cpu => {
+                let cpu = Cpu::new(options.isa, options.threads, options.pack);
+                let threads = cpu.exec().pool.threads();
+                let weights = bind::load(&cpu, gguf, weights, progress);
+                Box::new(Run(cpu, weights, threads))
+            }
+            BackendKind::Reference => {
+                let weights = bind::load(&Reference, gguf, weights, progress);
+                Box::new(Run(Reference, weights, 1))
+            }
+        };
+        Ok(Model { config, runner, scratch: Scratch::default() })
+    }
+
+    /// What the model is.
+    pub fn config(&self) -> &Config {
+        &self.config
+    }
+
+    /// Threads it runs on.
+    pub fn threads(&self) -> usize {
+        self.runner.threads()
+    }
+
+    /// An empty cache for its sequences.
+    pub fn kv_cache(&self, kind: KvType) -> KvCache {
+        KvCache::new(&self.config, kind)
+    }
+
+    /// Computes a batch: its positions enter the cache, and the rows that want them get logits,
+    /// `[outputs, vocab_size]`. The logits of a row depend on the model and its own sequence alone.
+    ///
+    /// # Errors
+    /// [`Error::Batch`] when the batch does not fit the model or the cache, which are then as before;
+    /// [`Error::OutOfMemory`] when the cache cannot grow.
+    pub fn forward(&mut self, batch: &Batch, kv: &mut KvCache) -> Result<&[f32], Error> {
+        self.forward_with(batch, kv, &mut ())
+    }
+
+    /// [`Model::forward`] with a tap on the residual.
+    ///
+    /// # Errors
+    /// As [`Model::forward`].
+    pub fn forward_with(&mut self, batch: &Batch, kv: &mut KvCache, tap: &mut dyn Tap) -> Result<&[f32], Error> {
+        self.check(batch, kv)?;
+        kv.prepare(batch)?;
+        let (cos, sin) = (&mut self.scratch.cos, &mut self.scratch.sin);
+        cos.clear();
+        sin.clear();
+        for position in batch.spans.iter().flat_map(|span| span.start..span.start + span.rows) {
+            self.config.rope.push_angles(position as u32, cos, sin);
+        }
+        self.runner.forward(&self.config, batch, kv, &mut self.scratch, tap);
+        kv.commit(batch);
+        Ok(self.scratch.logits.values())
+    }
+
+    fn check(&self, batch: &Batch, kv: &KvCache) -> Result<(), Error> {
+        let error = |what: String| Err(Error::Batch { what });
+        let (n, dim, vocab) = (batch.rows.len(), self.config.dim, self.config.vocab_size);
+        for (i, row) in batch.rows.iter().enumerate() {
+            match *row {
+                Row::Token(id) if id as usize >= vocab => {
+                    return error(format!("row {i}: token id {id} is out of range: the vocabulary has {vocab}"));
+                }
+                Row::Embed(e) if (e as usize + 1) * dim > batch.embeds.len() => {
+                    let have = batch.embeds.len() / dim;
+                    return error(format!("row {i}: embedding {e} is out of range: the batch has {have}"));
+                }
+                _ => {}
+            }
+        }
+        if let Some(bad) = batch.outputs.windows(2).find(|o| o[0] >= o[1]) {
+            return error(format!("outputs {} and {} are not in rising order", bad[0], bad[1]));
+        }
+        if let Some(last) = batch.outputs.last().filter(|&&o| o as usize >= n) {
+            return error(format!("output {last} is out of range: the batch has {n} rows"));
+        }
+        let mut rows = 0;
+        for (i, span) in batch.spans.iter().enumerate() {
+            let Some(len) = kv.len(span.seq) else {
+                return error(format!("span {i}: its sequence has ended"));
+            };
+            if span.start != len {
+                let start = span.start;
+                return error(format!("span {i} starts at position {start}, but its sequence holds {len} positions"));
+            }
+            if span.rows == 0 || batch.spans[..i].iter().any(|s| s.seq == span.seq) {
+                return error(format!("span {i} is empty, or a second one of its sequence"));
+            }
+            if span.start + span.rows > MAX_POSITIONS {
+                return error(format!("span {i} goes past position {MAX_POSITIONS}"));
+            }
+            rows += span.rows;
+        }
+        if rows != n || n == 0 {
+            return error(format!("spans have {rows} rows, the batch {n}: expected as many, and at least one"));
+        }
+        Ok(())
+    }
+}
+
+/// Positions are exact in single precision up to here.
+const MAX_POSITIONS: usize = 1 << 24;

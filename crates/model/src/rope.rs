@@ -1,0 +1,116 @@
+//! Rotary positions: every kind of scaling ends as a list of inverse frequencies and one magnitude.
+//!
+//! Frequencies are computed as the reference does, in single precision from `1 / theta^(2i / width)`, with powers
+//! from basic operations only, so that every machine gets the same bits.
+
+use puna_kernels::math;
+
+/// Rotation of the first `2 * inv_freq.len()` dimensions of a head, in pairs `(i, i + half)`.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Rope {
+    /// Angle per position of each pair.
+    pub inv_freq: Vec<f32>,
+    /// Multiplies cosines and sines (YaRN's attention factor).
+    pub magnitude: f32,
+    /// The kind of scaling, for people.
+    pub kind: &'static str,
+    /// The base, for people.
+    pub theta: f32,
+}
+
+/// YaRN's parameters (arXiv 2309.00071), named as transformers names them.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Yarn {
+    /// How many times longer the context became.
+    pub factor: f32,
+    /// Positions before scaling.
+    pub original_context: usize,
+    /// Rotations over the original context above which a frequency stays.
+    pub beta_fast: f32,
+    /// Rotations below which a frequency is divided by the factor.
+    pub beta_slow: f32,
+    /// Round the borders of the ramp outwards.
+    pub truncate: bool,
+}
+
+/// `1 / theta^(2i / width)` for each pair of `width` rotary dimensions.
+pub fn base_frequencies(theta: f32, width: usize) -> Vec<f32> {
+    (0..width / 2)
+        .map(|i| {
+            let exponent = (2 * i) as f32 / width as f32;
+            1.0 / (math::pow(f64::from(theta), f64::from(exponent)) as f32)
+        })
+        .collect()
+}
+
+impl Yarn {
+    /// Frequencies between those of the original context and those divided by the factor.
+    pub fn frequencies(&self, theta: f32, width: usize) -> Vec<f32> {
+        // The pair that turns so many times over the original context.
+        let pair = |rotations: f32| {
+            let wavelengths = self.original_context as f64 / (f64::from(rotations) * 2.0 * std::f64::consts::PI);
+            width as f64 * math::ln(wavelengths) / (2.0 * math::ln(f64::from(theta)))
+        };
+        let (mut low, mut high) = (pair(self.beta_fast), pair(self.beta_slow));
+        if self.truncate {
+            (low, high) = (low.floor(), high.ceil());
+        }
+        let (low, mut high) = (low.max(0.0) as f32, high.min(width as f64 - 1.0) as f32);
+        if low == high {
+            high += 0.001;
+        }
+        let blend = |(i, freq): (usize, f32)| {
+            let ramp = ((i as f32 - low) / (high - low)).clamp(0.0, 1.0);
+            let keep = 1.0 - ramp;
+            freq / self.factor * (1.0 - keep) + freq * keep
+        };
+        base_frequencies(theta, width).into_iter().enumerate().map(blend).collect()
+    }
+
+    /// `0.1 m ln(factor) + 1`: how attention sharpens with length.
+    pub fn magnitude(factor: f32, m: f32) -> f32 {
+        if factor <= 1.0 { 1.0 } else { (0.1 * f64::from(m) * math::ln(f64::from(factor)) + 1.0) as f32 }
+    }
+}
+
+impl Rope {
+    /// Pairs that rotate.
+    pub fn half(&self) -> usize {
+        self.inv_freq.len()
+    }
+
+    /// Appends cosines and sines of one position.
+    pub fn push_angles(&self, position: u32, cos: &mut Vec<f32>, sin: &mut Vec<f32>) {
+        for freq in &self.inv_freq {
+            // The angle is rounded to single precision, as in the reference.
+            let angle = position as f32 * freq;
+            let (s, c) = math::sin_cos(f64::from(angle));
+            cos.push(c as f32 * self.magnitude);
+            sin.push(s as f32 * self.magnitude);
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn frequencies_fall_from_one() {
+        let f = base_frequencies(10_000.0, 8);
+        for (f, e) in f.iter().zip([1.0, 0.1, 0.01, 0.001f32]) {
+            assert!((f / e - 1.0).abs() < 1e-6, "{f} expected {e}");
+        }
+    }
+
+    #[test]
+    fn yarn_keeps_fast_pairs_and_slows_the_others() {
+        let yarn = Yarn { factor: 4.0, original_context: 64, beta_fast: 32.0, beta_slow: 1.0, truncate: true };
+        let (base, scaled) = (base_frequencies(10_000.0, 16), yarn.frequencies(10_000.0, 16));
+        assert_eq!(scaled[0], base[0]);
+        assert!((scaled[7] / base[7] - 0.25).abs() < 1e-6);
+        assert!(scaled.iter().zip(&base).all(|(s, b)| s <= b && *s >= b * 0.2499));
+        assert!((Yarn::magnitude(4.0, 1.0) - 1.138_629_4).abs() < 1e-6);
+        assert_eq!(Yarn::magnitude(1.0, 1.0), 1.0);
+    }
+}

@@ -1,0 +1,139 @@
+//! A model's weights. Optional parts exist where the file has their tensors.
+
+/// All weights of a model.
+pub struct Weights<M> {
+    /// `[vocab_size, dim]`.
+    pub tok_embd: Linear<M>,
+    /// The layers.
+    pub layers: Vec<Layer<M>>,
+    /// Before the output, `[dim]`.
+    pub output_norm: Norm,
+    /// `[vocab_size, dim]`; `None` where the embedding serves.
+    pub output: Option<Linear<M>>,
+}
+
+/// One layer. A norm that is absent does nothing.
+pub struct Layer<M> {
+    /// Before attention, `[dim]`.
+    pub attn_norm: Option<Norm>,
+    /// Attention.
+    pub attn: Attn<M>,
+    /// After attention, `[dim]`.
+    pub post_attn_norm: Option<Norm>,
+    /// Before feed-forward, `[dim]`.
+    pub ffn_norm: Option<Norm>,
+    /// Feed-forward.
+    pub ffn: Ffn<M>,
+    /// After feed-forward, `[dim]`.
+    pub post_ffn_norm: Option<Norm>,
+}
+
+/// The projections of attention.
+pub struct Attn<M> {
+    /// `[n_heads * head_dim, dim]`, rows in the order of halves.
+    pub q: Linear<M>,
+    /// `[n_kv_heads * head_dim, dim]`, rows in the order of halves.
+    pub k: Linear<M>,
+    /// `[n_kv_heads * head_dim, dim]`.
+    pub v: Linear<M>,
+    /// `[dim, n_heads * head_dim]`.
+    pub o: Linear<M>,
+    /// Of queries: `[head_dim]`, each head, or `[n_heads * head_dim]`, the whole row.
+    pub q_norm: Option<Norm>,
+    /// Of keys, alike.
+    pub k_norm: Option<Norm>,
+}
+
+/// Feed-forward.
+pub enum Ffn<M> {
+    /// One gated layer.
+    Dense(Dense<M>),
+    /// A mixture of experts.
+    Moe(Box<Moe<M>>),
+}
+
+/// `down(activation(gate(x)) * up(x))`.
+pub struct Dense<M> {
+    /// `[ffn_dim, dim]`.
+    pub gate: Linear<M>,
+    /// `[ffn_dim, dim]`.
+    pub up: Linear<M>,
+    /// `[dim, ffn_dim]`.
+    pub down: Linear<M>,
+}
+
+/// A router and its experts.
+pub struct Moe<M> {
+    /// `[n_experts, dim]`.
+    pub router: Linear<M>,
+    /// Added to the scores when experts are chosen, `[n_experts]`.
+    pub correction: Option<Vec<f32>>,
+    /// The experts.
+    pub experts: Vec<Dense<M>>,
+}
+
+/// A projection.
+pub struct Linear<M> {
+    /// `[out, in]`.
+    pub weight: M,
+    /// `[out]`.
+    pub bias: Option<Vec<f32>>,
+}
+
+/// A root-mean-square norm.
+pub struct Norm {
+    /// Its weight; its length says what it spans.
+    pub weight: Vec<f32>,
+    /// Added to the mean square.
+    pub eps: f32,
+}
+
+impl<M> Weights<M> {
+    /// The output projection.
+    pub fn head(&self) -> &Linear<M> {
+        self.output.as_ref().unwrap_or(&self.tok_embd)
+    }
+
+    /// The same weights with every matrix replaced.
+    pub fn map<N>(self, f: &mut impl FnMut(M) -> N) -> Weights<N> {
+        Weights {
+            tok_embd: self.tok_embd.map(f),
+            layers: self.layers.into_iter().map(|layer| layer.map(f)).collect(),
+            output_norm: self.output_norm,
+            output: self.output.map(|output| output.map(f)),
+        }
+    }
+}
+
+impl<M> Layer<M> {
+    fn map<N>(self, f: &mut impl FnMut(M) -> N) -> Layer<N> {
+        let Attn { q, k, v, o, q_norm, k_norm } = self.attn;
+        Layer {
+            attn_norm: self.attn_norm,
+            attn: Attn { q: q.map(f), k: k.map(f), v: v.map(f), o: o.map(f), q_norm, k_norm },
+            post_attn_norm: self.post_attn_norm,
+            ffn_norm: self.ffn_norm,
+            ffn: match self.ffn {
+                Ffn::Dense(dense) => Ffn::Dense(dense.map(f)),
+                Ffn::Moe(moe) => Ffn::Moe(Box::new(Moe {
+                    router: moe.router.map(f),
+                    correction: moe.correction,
+                    experts: moe.experts.into_iter().map(|expert| expert.map(f)).collect(),
+                })),
+            },
+            post_ffn_norm: self.post_ffn_norm,
+        }
+    }
+}
+
+impl<M> Dense<M> {
+    fn map<N>(self, f: &mut impl FnMut(M) -> N) -> Dense<N> {
+        Dense { gate: self.gate.map(f), up: self.up.map(f), down: self.down.map(f) }
+    }
+}
+
+impl<M> Linear<M> {
+    fn map<N>(self, f: &mut impl FnMut(M) -> N) -> Linear<N> {
+        Linear { weight: f(self.weight), bias: self.bias }
+    }
+}

@@ -1,0 +1,4 @@
+//! The engine: sequences, sampling, generation.
+#![forbid(unsafe_code)]
+
+pub mod sampler;
