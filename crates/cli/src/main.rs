@@ -2,6 +2,7 @@
 
 #![forbid(unsafe_code)]
 
+mod bench;
 mod error;
 mod eval;
 
@@ -18,12 +19,15 @@ struct Cli {
 
 #[derive(Subcommand)]
 enum Command {
+    /// Measure the speed of prompts, generation and batches
+    Bench(bench::BenchArgs),
     /// Compute logits of token ids, for comparison with a reference
     Eval(eval::EvalArgs),
 }
 
 fn main() -> ExitCode {
     let result = match Cli::parse().command {
+        Command::Bench(args) => bench::run(&args),
         Command::Eval(args) => eval::run(&args),
     };
     match result {

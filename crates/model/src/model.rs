@@ -55,6 +55,7 @@ pub struct Model {
 trait Runner {
     fn forward(&self, config: &Config, batch: &Batch, kv: &mut KvCache, scratch: &mut Scratch, tap: &mut dyn Tap);
     fn threads(&self) -> usize;
+    fn bytes_per_step(&self, config: &Config) -> usize;
 }
 
 struct Run<B: Backend>(B, Weights<B::Matrix>, usize);
@@ -66,6 +67,11 @@ impl<B: Backend> Runner for Run<B> {
 
     fn threads(&self) -> usize {
         self.2
+    }
+
+    fn bytes_per_step(&self, config: &Config) -> usize {
+        let bytes = |m: &B::Matrix| self.0.describe(m).2;
+        self.1.bytes_per_step(config, &bytes)
     }
 }
 
@@ -104,6 +110,11 @@ impl Model {
     /// Threads it runs on.
     pub fn threads(&self) -> usize {
         self.runner.threads()
+    }
+
+    /// Bytes of weights that one token reads: all but the embedding table and the experts that are not chosen.
+    pub fn bytes_per_step(&self) -> usize {
+        self.runner.bytes_per_step(&self.config)
     }
 
     /// An empty cache for its sequences.

@@ -1,5 +1,7 @@
 //! A model's weights. Optional parts exist where the file has their tensors.
 
+use crate::config::Config;
+
 /// All weights of a model.
 pub struct Weights<M> {
     /// `[vocab_size, dim]`.
@@ -92,6 +94,23 @@ impl<M> Weights<M> {
     /// The output projection.
     pub fn head(&self) -> &Linear<M> {
         self.output.as_ref().unwrap_or(&self.tok_embd)
+    }
+
+    /// Bytes of the matrices that one token reads, by what `bytes` says of each.
+    pub fn bytes_per_step(&self, config: &Config, bytes: &dyn Fn(&M) -> usize) -> usize {
+        let dense = |f: &Dense<M>| bytes(&f.gate.weight) + bytes(&f.up.weight) + bytes(&f.down.weight);
+        let layer = |layer: &Layer<M>| {
+            let a = &layer.attn;
+            let attn: usize = [&a.q, &a.k, &a.v, &a.o].iter().map(|l| bytes(&l.weight)).sum();
+            attn + match &layer.ffn {
+                Ffn::Dense(f) => dense(f),
+                Ffn::Moe(m) => {
+                    let used = config.moe.map_or(0, |moe| moe.routing.used);
+                    bytes(&m.router.weight) + m.experts.iter().take(used).map(dense).sum::<usize>()
+                }
+            }
+        };
+        bytes(&self.head().weight) + self.layers.iter().map(layer).sum::<usize>()
     }
 
     /// The same weights with every matrix replaced.

@@ -1,0 +1,201 @@
+//! `puna bench`: speed of prompts, generation and batches, as JSON lines that other engines' benchmarks can be laid
+//! beside.
+
+use crate::error::Error;
+use clap::Args;
+use puna_kernels::{Isa, KvType, Pool};
+use puna_model::{Batch, Gguf, LoadOptions, Model, Outputs, SeqId};
+use serde_json::{Map, Value, json};
+use std::io::Write;
+use std::path::PathBuf;
+use std::time::Instant;
+
+/// Arguments of `puna bench`.
+#[derive(Args)]
+pub struct BenchArgs {
+    /// GGUF file
+    model: PathBuf,
+    /// Prompt lengths
+    #[arg(short = 'p', long, value_delimiter = ',', default_value = "512")]
+    prompt: Vec<usize>,
+    /// Tokens to generate
+    #[arg(short = 'n', long, default_value_t = 64)]
+    generate: usize,
+    /// Numbers of sequences that generate in step
+    #[arg(short = 'b', long, value_delimiter = ',', default_value = "1")]
+    batch: Vec<usize>,
+    /// Positions in the cache before generation is timed
+    #[arg(short = 'd', long, value_delimiter = ',', default_value = "0")]
+    depth: Vec<usize>,
+    /// Threads [default: physical cores]
+    #[arg(short = 't', long)]
+    threads: Option<usize>,
+    /// Times each test is repeated
+    #[arg(short = 'r', long, default_value_t = 3)]
+    repeat: usize,
+    /// How keys and values are kept: f32 or f16
+    #[arg(long, default_value = "f16")]
+    kv: KvType,
+    /// Instructions: scalar, avx2 or avx512 [default: the best of this processor]
+    #[arg(long)]
+    isa: Option<Isa>,
+    /// Rearrange weights while loading: auto or no
+    #[arg(long, default_value = "auto", value_parser = ["auto", "no"])]
+    pack: String,
+}
+
+/// Rows of a step of a prompt.
+const CHUNK: usize = 512;
+
+/// Runs the command.
+pub fn run(args: &BenchArgs) -> Result<(), Error> {
+    let options = LoadOptions {
+        isa: args.isa.unwrap_or_else(Isa::detect),
+        threads: args.threads.unwrap_or_else(Pool::default_threads),
+        pack: args.pack == "auto",
+        ..LoadOptions::default()
+    };
+    let start = Instant::now();
+    let gguf = Gguf::open(&args.model)?;
+    let model = Model::load(&gguf, &options, &mut |_, _| {})?;
+    let seconds = start.elapsed().as_secs_f64();
+    let mut bench = Bench { model, args, isa: options.isa, random: 1, batch: Batch::default() };
+    bench.print("load", json!({ "seconds": round(seconds, 3) }))?;
+    for &n in &args.prompt {
+        bench.prompt(n)?;
+    }
+    for &depth in &args.depth {
+        bench.generate(&format!("tg{}@d{depth}", args.generate), 1, depth)?;
+    }
+    for &n in args.batch.iter().filter(|&&n| n > 1) {
+        bench.generate(&format!("b{n}"), n, 16)?;
+    }
+    Ok(())
+}
+
+struct Bench<'a> {
+    model: Model,
+    args: &'a BenchArgs,
+    isa: Isa,
+    random: u64,
+    batch: Batch,
+}
+
+impl Bench<'_> {
+    fn token(&mut self) -> u32 {
+        self.random ^= self.random << 13;
+        self.random ^= self.random >> 7;
+        self.random ^= self.random << 17;
+        (self.random % self.model.config().vocab_size as u64) as u32
+    }
+
+    fn feed(&mut self, kv: &mut puna_model::KvCache, seq: SeqId, n: usize) -> Result<(), Error> {
+        let mut done = kv.len(seq).unwrap_or(0);
+        let end = done + n;
+        while done < end {
+            let tokens: Vec<u32> = (0..CHUNK.min(end - done)).map(|_| self.token()).collect();
+            let last = done + tokens.len() == end;
+            self.batch.clear();
+            self.batch.push(seq, done, &tokens, if last { Outputs::Last } else { Outputs::None });
+            self.model.forward(&self.batch, kv)?;
+            done += tokens.len();
+        }
+        Ok(())
+    }
+
+    fn prompt(&mut self, n: usize) -> Result<(), Error> {
+        let mut samples = Vec::new();
+        for round in 0..=self.args.repeat {
+            let mut kv = self.model.kv_cache(self.args.kv);
+            let seq = kv.add();
+            let start = Instant::now();
+            // The first round warms up.
+            self.feed(&mut kv, seq, if round == 0 { n.min(64) } else { n })?;
+            if round > 0 {
+                samples.push(start.elapsed().as_secs_f64());
+            }
+        }
+        self.row(&format!("pp{n}"), &samples, n, Map::new())
+    }
+
+    fn generate(&mut self, test: &str, n_seqs: usize, depth: usize) -> Result<(), Error> {
+        let n = self.args.generate;
+        let mut samples = Vec::new();
+        let mut kv_bytes = 0;
+        for _ in 0..self.args.repeat {
+            let mut kv = self.model.kv_cache(self.args.kv);
+            let seqs: Vec<SeqId> = (0..n_seqs).map(|_| kv.add()).collect();
+            for &seq in &seqs {
+                self.feed(&mut kv, seq, depth)?;
+            }
+            if n_seqs == 1 {
+                self.step(&mut kv, &seqs)?;
+            }
+            let start = Instant::now();
+            for _ in 0..n {
+                self.step(&mut kv, &seqs)?;
+            }
+            samples.push(start.elapsed().as_secs_f64());
+            kv_bytes = kv.bytes();
+        }
+        let best = samples.iter().copied().fold(f64::INFINITY, f64::min);
+        let bytes = (self.model.bytes_per_step() + kv_bytes) as f64 * n as f64;
+        let more = Map::from_iter([("gb_s".to_owned(), json!(round(bytes / best / 1e9, 1)))]);
+        self.row(test, &samples, n * n_seqs, more)
+    }
+
+    fn step(&mut self, kv: &mut puna_model::KvCache, seqs: &[SeqId]) -> Result<(), Error> {
+        self.batch.clear();
+        for &seq in seqs {
+            let token = self.token();
+            self.batch.push(seq, kv.len(seq).unwrap_or(0), &[token], Outputs::Last);
+        }
+        self.model.forward(&self.batch, kv)?;
+        Ok(())
+    }
+
+    fn row(&self, test: &str, seconds: &[f64], tokens: usize, more: Map<String, Value>) -> Result<(), Error> {
+        let mut rates: Vec<f64> = seconds.iter().map(|s| tokens as f64 / s).collect();
+        rates.sort_by(f64::total_cmp);
+        let Some((min, max)) = rates.first().zip(rates.last()) else { return Ok(()) };
+        let mid = rates.len() / 2;
+        let median = if rates.len() % 2 == 1 { rates[mid] } else { (rates[mid - 1] + rates[mid]) / 2.0 };
+        let mut fields = json!({
+            "avg_ts": round(rates.iter().sum::<f64>() / rates.len() as f64, 2),
+            "median_ts": round(median, 2),
+            "min_ts": round(*min, 2),
+            "max_ts": round(*max, 2),
+            "threads": self.model.threads(),
+            "isa": self.isa.name(),
+            "kv": self.args.kv.name(),
+        });
+        if let Value::Object(fields) = &mut fields {
+            fields.extend(more);
+        }
+        self.print(test, fields)
+    }
+
+    fn print(&self, test: &str, fields: Value) -> Result<(), Error> {
+        let mut line = json!({ "engine": "puna", "test": test });
+        if let (Value::Object(line), Value::Object(fields)) = (&mut line, fields) {
+            line.extend(fields);
+            if let Some(mb) = peak_memory_mb() {
+                line.insert("peak_mb".into(), json!(mb));
+            }
+        }
+        writeln!(std::io::stdout(), "{line}")?;
+        Ok(())
+    }
+}
+
+fn round(x: f64, digits: i32) -> f64 {
+    let factor = 10f64.powi(digits);
+    (x * factor).round() / factor
+}
+
+/// The most memory this process has held, in MB, where the system tells.
+fn peak_memory_mb() -> Option<u64> {
+    let status = std::fs::read_to_string("/proc/self/status").ok()?;
+    let line = status.lines().find_map(|l| l.strip_prefix("VmHWM:"))?;
+    Some(line.trim().strip_suffix("kB")?.trim().parse::<u64>().ok()? / 1024)
+}
