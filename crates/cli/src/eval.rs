@@ -3,7 +3,7 @@
 use crate::error::Error;
 use clap::Args;
 use puna_kernels::{Acts, Isa, KvType, Pool};
-use puna_model::{BackendKind, Batch, Gguf, KvCache, LoadOptions, Model, Outputs, Row, SeqId, Span, Tap};
+use puna_model::{BackendKind, Batch, Gguf, KvCache, LoadOptions, Model, Row, SeqId, Span, Tap};
 use safetensors::tensor::TensorView;
 use safetensors::{Dtype, SafeTensors};
 use std::collections::HashMap;
@@ -83,6 +83,12 @@ struct Input {
     mask: Vec<u8>,
     /// `[n, dim]`
     embeds: Vec<f32>,
+    /// `[k, n, dim]`
+    deepstack: Vec<f32>,
+    /// Time, height, width of each position.
+    positions: Vec<[u32; 3]>,
+    /// What later positions are ahead of their place.
+    rope_delta: i64,
 }
 
 impl Input {
@@ -95,15 +101,20 @@ impl Input {
             Err(_) => Ok(None),
         };
         let ids = get("input_ids", Dtype::I64)?.ok_or_else(|| Error::file(path, "no tensor input_ids"))?;
-        let ids: Vec<i64> = ids.as_chunks().0.iter().map(|b| i64::from_le_bytes(*b)).collect();
+        let i64s = |b: Vec<u8>| -> Vec<i64> { b.as_chunks().0.iter().map(|b| i64::from_le_bytes(*b)).collect() };
+        let f32s = |b: Vec<u8>| -> Vec<f32> { b.as_chunks().0.iter().map(|b| f32::from_le_bytes(*b)).collect() };
+        let ids = i64s(ids);
         let mask = get("image_mask", Dtype::U8)?.unwrap_or_default();
-        let embeds = get("image_embeds", Dtype::F32)?.unwrap_or_default();
-        let embeds: Vec<f32> = embeds.as_chunks().0.iter().map(|b| f32::from_le_bytes(*b)).collect();
-        for name in ["position_ids", "deepstack_embeds", "rope_delta"] {
-            if file.tensor(name).is_ok() {
-                return Err(Error::file(path, format!("{name} is not supported")));
-            }
+        let embeds = f32s(get("image_embeds", Dtype::F32)?.unwrap_or_default());
+        let deepstack = f32s(get("deepstack_embeds", Dtype::F32)?.unwrap_or_default());
+        let axes = i64s(get("position_ids", Dtype::I64)?.unwrap_or_default());
+        let n = ids.len();
+        if !axes.is_empty() && (axes.len() != 3 * n || axes.iter().any(|p| u32::try_from(*p).is_err())) {
+            return Err(Error::file(path, format!("position_ids: expected [3, {n}] numbers from 0 on")));
         }
+        let position = |i: usize| [axes[i] as u32, axes[n + i] as u32, axes[2 * n + i] as u32];
+        let positions = if axes.is_empty() { Vec::new() } else { (0..n).map(position).collect() };
+        let rope_delta = get("rope_delta", Dtype::I64)?.map(i64s).and_then(|d| d.first().copied()).unwrap_or(0);
         let images = mask.iter().filter(|&&m| m != 0).count();
         if !mask.is_empty() && (mask.len() != ids.len() || embeds.len() != images * dim) {
             let what = format!(
@@ -114,7 +125,7 @@ impl Input {
             );
             return Err(Error::file(path, what));
         }
-        Ok(Input { ids, mask, embeds })
+        Ok(Input { ids, mask, embeds, deepstack, positions, rope_delta })
     }
 }
 
@@ -129,7 +140,23 @@ struct Sequence {
     id: SeqId,
     rows: Vec<Row>,
     embeds: Vec<f32>,
+    deepstack: Vec<f32>,
+    /// Of each row, where they are not the place in the sequence.
+    positions: Vec<[u32; 3]>,
+    rope_delta: i64,
     done: usize,
+    /// How long it was when its computed rows were: what longrope goes by.
+    total: usize,
+}
+
+impl Sequence {
+    fn push(&mut self, token: u32) {
+        if !self.positions.is_empty() || self.rope_delta != 0 {
+            let next = (self.rows.len() as i64 + self.rope_delta).max(0) as u32;
+            self.positions.push([next; 3]);
+        }
+        self.rows.push(Row::Token(token));
+    }
 }
 
 struct Eval<'a> {
@@ -165,8 +192,7 @@ impl<'a> Eval<'a> {
     ) -> Result<Eval<'a>, Error> {
         let vocab = model.config().vocab_size;
         let mut seqs = Vec::new();
-        let mut embeds = input.embeds;
-        let mut mask = input.mask;
+        let Input { mut embeds, mut mask, mut deepstack, mut positions, mut rope_delta, .. } = input;
         for ids in std::iter::once(input.ids).chain(others) {
             if ids.is_empty() {
                 return Err(Error::Input("a sequence to evaluate has no tokens".into()));
@@ -183,7 +209,16 @@ impl<'a> Eval<'a> {
                 }
             };
             let rows = ids.into_iter().enumerate().map(&mut row).collect::<Result<_, _>>()?;
-            seqs.push(Sequence { id: kv.add(), rows, embeds: std::mem::take(&mut embeds), done: 0 });
+            seqs.push(Sequence {
+                id: kv.add(),
+                rows,
+                embeds: std::mem::take(&mut embeds),
+                deepstack: std::mem::take(&mut deepstack),
+                positions: std::mem::take(&mut positions),
+                rope_delta: std::mem::take(&mut rope_delta),
+                done: 0,
+                total: 0,
+            });
             mask.clear();
         }
         let states = args.hidden_states.then(|| HiddenStates::new(model.config().n_layers, seqs[0].rows.len()));
@@ -194,20 +229,33 @@ impl<'a> Eval<'a> {
     /// Computes the next chunk of every sequence that has rows left; gives the logits of the first one's rows.
     fn step(&mut self) -> Result<Vec<f32>, Error> {
         self.batch.clear();
+        let rope = self.model.config().rope.clone();
+        let has_positions = self.seqs.iter().any(|seq| !seq.positions.is_empty());
         for (i, seq) in self.seqs.iter_mut().enumerate() {
-            let n = self.chunk.min(seq.rows.len() - seq.done);
+            let total = seq.rows.len();
+            if seq.done > 0 && rope.is_long(seq.total) != rope.is_long(total) {
+                // The whole sequence rotates otherwise from here on.
+                seq.done = self.kv.truncate(seq.id, 0);
+            }
+            let n = self.chunk.min(total - seq.done);
             if n == 0 {
                 continue;
             }
             let first = self.batch.rows.len() as u32;
             self.batch.rows.extend(&seq.rows[seq.done..seq.done + n]);
-            self.batch.spans.push(Span { seq: seq.id, start: seq.done, rows: n });
+            self.batch.spans.push(Span { seq: seq.id, start: seq.done, rows: n, total });
             // Of companions only the last row's logits are read, to go on with.
             self.batch.outputs.extend(if i == 0 { first } else { first + n as u32 - 1 }..first + n as u32);
             if i == 0 {
                 self.batch.embeds.extend(&seq.embeds);
+                self.batch.deepstack.extend(&seq.deepstack);
+            }
+            if has_positions {
+                let own = |at: usize| seq.positions.get(at).copied().unwrap_or([at as u32; 3]);
+                self.batch.positions.extend((seq.done..seq.done + n).map(own));
             }
             seq.done += n;
+            seq.total = total;
         }
         let vocab = self.model.config().vocab_size;
         let own = self.batch.spans.first().filter(|s| s.seq == self.seqs[0].id).map_or(0, |s| s.rows);
@@ -228,10 +276,21 @@ impl<'a> Eval<'a> {
         for (id, token) in next {
             let seq = self.seqs.iter_mut().find(|s| s.id == id);
             if let (Some(seq), Some(token)) = (seq.filter(|s| s.done == s.rows.len()), token) {
-                seq.rows.push(Row::Token(token));
+                seq.push(token);
             }
         }
         Ok(own_logits.to_vec())
+    }
+
+    /// Computes until the first sequence is whole; gives the logits of its last row.
+    fn advance(&mut self) -> Result<Vec<f32>, Error> {
+        let vocab = self.model.config().vocab_size;
+        loop {
+            let logits = self.step()?;
+            if self.seqs[0].done == self.seqs[0].rows.len() {
+                return Ok(logits[logits.len() - vocab..].to_vec());
+            }
+        }
     }
 
     fn prompt(&mut self) -> Result<(), Error> {
@@ -262,8 +321,8 @@ impl<'a> Eval<'a> {
                 .ok_or_else(|| Error::Input(format!("token {i} of --greedy: the logits are not finite")))?;
             self.result.greedy.push(i64::from(token));
             if i + 1 < n {
-                self.seqs[0].rows.push(Row::Token(token));
-                logits = self.step()?;
+                self.seqs[0].push(token);
+                logits = self.advance()?;
             }
         }
         Ok(())

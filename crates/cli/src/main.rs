@@ -5,6 +5,7 @@
 mod bench;
 mod error;
 mod eval;
+mod inspect;
 
 use clap::{Parser, Subcommand};
 use std::process::ExitCode;
@@ -23,12 +24,15 @@ enum Command {
     Bench(bench::BenchArgs),
     /// Compute logits of token ids, for comparison with a reference
     Eval(eval::EvalArgs),
+    /// Show what a model file holds, what it takes to run it, and whether it can be run
+    Inspect(inspect::InspectArgs),
 }
 
 fn main() -> ExitCode {
     let result = match Cli::parse().command {
         Command::Bench(args) => bench::run(&args),
         Command::Eval(args) => eval::run(&args),
+        Command::Inspect(args) => inspect::run(&args),
     };
     match result {
         Ok(()) => ExitCode::SUCCESS,

@@ -61,6 +61,12 @@ impl Acts {
         self.x.resize(rows * cols, 0.0);
     }
 
+    /// Takes the other's shape and values.
+    pub fn copy_from(&mut self, other: &Acts) {
+        self.resize(other.rows, other.cols);
+        self.x.copy_from_slice(&other.x);
+    }
+
     /// Rows.
     pub fn rows(&self) -> usize {
         self.rows

@@ -6,7 +6,7 @@
 
 use crate::exec::Exec;
 use crate::isa::Kernel;
-use crate::kv::{KV_BLOCK, KvLayer, KvSpan, KvType};
+use crate::kv::{KV_BLOCK, KvBlocks, KvLayer, KvPlan, KvSpan, KvType};
 use crate::math;
 use crate::pool::SharedMut;
 use crate::simd::{LANES, Simd};
@@ -37,29 +37,37 @@ const TILE: usize = 8;
 /// Rows of a task.
 const ROWS: usize = 16;
 
-/// `out = softmax(q k^T * scale) v` for each row of `spans`, whose own keys and values are in the cache already.
+/// What attention reads: one layer of the cache.
+#[derive(Clone, Copy)]
+pub struct KvView<'a> {
+    /// The blocks of the layer's group.
+    pub blocks: &'a KvBlocks,
+    /// The layer's place in them.
+    pub layer: KvLayer,
+    /// Where the rows are.
+    pub plan: &'a KvPlan,
+}
+
+/// `out = softmax(q k^T * scale) v` for each row of the plan, whose own keys and values are in the cache already.
 /// `q` and `out`: `[rows, n_heads, head_dim]`.
 ///
 /// # Panics
 /// If shapes do not match or a table has no block for a visible position.
-pub fn attention(exec: &Exec, op: &Attention, layer: &KvLayer, spans: &[KvSpan], q: &[f32], out: &mut [f32]) {
-    let layout = layer.layout;
+pub fn attention(exec: &Exec, op: &Attention, kv: KvView, q: &[f32], out: &mut [f32]) {
+    let (layout, plan) = (kv.layer.layout, kv.plan);
     let width = op.n_heads * layout.head_dim;
-    assert!(q.len() == out.len() && q.len() % width == 0, "rows of {} x {}", op.n_heads, layout.head_dim);
+    assert!(q.len() == plan.rows() * width && out.len() == q.len(), "{} rows of {width}", plan.rows());
     assert_eq!(op.n_heads % layout.n_kv_heads, 0, "{} query heads over {} heads", op.n_heads, layout.n_kv_heads);
     assert!(op.window != Some(0), "a window holds at least the position itself");
-    for span in spans {
-        assert!((span.row + span.rows) * width <= q.len(), "rows of a span are in q");
-    }
-    let tasks: usize = spans.iter().map(|span| span.rows.div_ceil(ROWS)).sum();
+    let tasks: usize = plan.spans.iter().map(|span| span.rows.div_ceil(ROWS)).sum();
     let out = SharedMut::new(out);
     exec.pool.for_each(tasks * layout.n_kv_heads, &|task| {
         let (mut part, kv_head) = (task / layout.n_kv_heads, task % layout.n_kv_heads);
-        for span in spans {
+        for span in &plan.spans {
             let parts = span.rows.div_ceil(ROWS);
             if part < parts {
                 let rows = part * ROWS..span.rows.min((part + 1) * ROWS);
-                return exec.isa.run(Task { op, layer, span, q, out: &out, kv_head, rows });
+                return exec.isa.run(Task { op, kv, span, q, out: &out, kv_head, rows });
             }
             part -= parts;
         }
@@ -68,8 +76,8 @@ pub fn attention(exec: &Exec, op: &Attention, layer: &KvLayer, spans: &[KvSpan],
 
 struct Task<'a> {
     op: &'a Attention,
-    layer: &'a KvLayer<'a>,
-    span: &'a KvSpan<'a>,
+    kv: KvView<'a>,
+    span: &'a KvSpan,
     q: &'a [f32],
     out: &'a SharedMut<f32>,
     kv_head: usize,
@@ -93,7 +101,7 @@ struct Query<'a> {
 impl Kernel for Task<'_> {
     #[inline(always)]
     fn run<S: Simd>(self, s: S) {
-        let group = self.op.n_heads / self.layer.layout.n_kv_heads;
+        let group = self.op.n_heads / self.kv.layer.layout.n_kv_heads;
         let n = self.rows.len() * group;
         let mut i = 0;
         while i < n {
@@ -109,8 +117,8 @@ impl Task<'_> {
     /// Query `index` of the task: head `index % group` of the head's group in row `row`.
     #[inline(always)]
     fn query(&self, row: usize, index: usize) -> Query<'_> {
-        let dim = self.layer.layout.head_dim;
-        let group = self.op.n_heads / self.layer.layout.n_kv_heads;
+        let dim = self.kv.layer.layout.head_dim;
+        let group = self.op.n_heads / self.kv.layer.layout.n_kv_heads;
         let row = self.rows.start + row;
         let pos = self.span.past + row;
         let at = ((self.span.row + row) * self.op.n_heads + self.kv_head * group + index % group) * dim;
@@ -140,7 +148,6 @@ impl Task<'_> {
                 let same = queries[i..].iter().take_while(|q| visible(q) == range).count();
                 if range.0 < range.1 {
                     match same {
-                        TILE.. => unreachable!("whole tiles are handled above"),
                         4.. => self.block::<S, 4>(s, block, range, &mut queries[i..i + 4]),
                         2.. => self.block::<S, 2>(s, block, range, &mut queries[i..i + 2]),
                         _ => self.block::<S, 1>(s, block, range, &mut queries[i..i + 1]),
@@ -161,11 +168,11 @@ impl Task<'_> {
     /// `N` queries that see positions `range` of a block.
     #[inline(always)]
     fn block<S: Simd, const N: usize>(&self, s: S, block: usize, range: (usize, usize), queries: &mut [Query]) {
-        let id = self.span.table[block - self.span.first_block];
-        let (key, value) = self.layer.head(id, self.kv_head);
+        let id = self.kv.plan.block(self.span, block * KV_BLOCK);
+        let (key, value) = self.kv.layer.head(self.kv.blocks, id, self.kv_head);
         // SAFETY: keys are [head_dim, 32] and values [32, value_stride] of the kind.
         unsafe {
-            match self.layer.layout.kind {
+            match self.kv.layer.layout.kind {
                 KvType::F32 => self.block_of::<S, F32, N>(s, key, value, range, queries),
                 KvType::F16 => self.block_of::<S, F16, N>(s, key, value, range, queries),
             }
@@ -215,7 +222,7 @@ impl Task<'_> {
         p: &mut [[f32; KV_BLOCK]; N],
     ) {
         let mut acc = [[s.splat(0.0); 2]; N];
-        for d in 0..self.layer.layout.head_dim {
+        for d in 0..self.kv.layer.layout.head_dim {
             // SAFETY: 32 keys of dimension d; queries have head_dim elements.
             unsafe {
                 let lo = E::load(s, key.add(d * KV_BLOCK * E::BYTES));
@@ -254,7 +261,7 @@ impl Task<'_> {
         merge: &[Merge; N],
         queries: &[Query],
     ) {
-        let dim = self.layer.layout.head_dim;
+        let dim = self.kv.layer.layout.head_dim;
         let stride = dim.next_multiple_of(LANES);
         for d in (0..dim).step_by(LANES) {
             let mut acc = [s.splat(0.0); N];

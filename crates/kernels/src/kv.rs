@@ -6,6 +6,7 @@
 use crate::exec::Exec;
 use crate::isa::Kernel;
 use crate::simd::{LANES, Simd};
+use half::f16;
 use std::alloc::{Layout, alloc_zeroed, dealloc};
 use std::fmt;
 use std::ptr::NonNull;
@@ -163,68 +164,116 @@ impl KvBlocks {
 
 /// Rows of a batch that belong to one sequence: `rows` new positions after `past` old ones.
 #[derive(Clone, Copy, Debug)]
-pub struct KvSpan<'a> {
+pub struct KvSpan {
     /// First row in the batch.
     pub row: usize,
     /// How many.
     pub rows: usize,
     /// Positions before the first row.
     pub past: usize,
-    /// Number of the block that `table` starts with: earlier ones have left the window.
+    /// Number of the first block in the sequence's table: earlier ones have left the window.
     pub first_block: usize,
-    /// The sequence's blocks, in order of positions.
-    pub table: &'a [u32],
+    /// Where the sequence's table begins in [`KvPlan::tables`].
+    pub table: usize,
 }
 
-impl KvSpan<'_> {
-    /// Where position `pos` is: block and place in it.
+/// Where the rows of a batch are in the cache. Plain data, so that it can be filled again without allocating.
+#[derive(Clone, Debug, Default)]
+pub struct KvPlan {
+    /// The batch's sequences, in order of rows.
+    pub spans: Vec<KvSpan>,
+    /// Their blocks, one table after the other, each in order of positions.
+    pub tables: Vec<u32>,
+}
+
+impl KvPlan {
+    /// No rows.
+    pub fn clear(&mut self) {
+        self.spans.clear();
+        self.tables.clear();
+    }
+
+    /// Adds a sequence's rows: see [`KvSpan`] for the numbers.
+    pub fn push(&mut self, rows: usize, past: usize, first_block: usize, table: impl IntoIterator<Item = u32>) {
+        let row = self.spans.last().map_or(0, |s| s.row + s.rows);
+        self.spans.push(KvSpan { row, rows, past, first_block, table: self.tables.len() });
+        self.tables.extend(table);
+    }
+
+    /// Rows in all.
+    pub fn rows(&self) -> usize {
+        self.spans.last().map_or(0, |s| s.row + s.rows)
+    }
+
+    /// The block that holds a position of a span.
     #[inline(always)]
-    pub(crate) fn locate(&self, pos: usize) -> (u32, usize) {
-        (self.table[pos / KV_BLOCK - self.first_block], pos % KV_BLOCK)
+    pub(crate) fn block(&self, span: &KvSpan, pos: usize) -> u32 {
+        self.tables[span.table + pos / KV_BLOCK - span.first_block]
     }
 }
 
-/// One layer of a cache, for [`kv_store`] and [`attention`](crate::attention::attention).
-pub struct KvLayer<'a> {
+/// One layer's place in the blocks of its group.
+#[derive(Clone, Copy, Debug)]
+pub struct KvLayer {
     /// The shape of the layer's part of a block.
     pub layout: KvLayout,
-    /// The blocks.
-    pub blocks: &'a KvBlocks,
     /// Which of the layers that share the blocks.
     pub index: usize,
 }
 
-impl KvLayer<'_> {
+impl KvLayer {
     /// The keys of a head in a block, and its values.
-    pub(crate) fn head(&self, block: u32, head: usize) -> (*mut u8, *mut u8) {
+    pub(crate) fn head(&self, blocks: &KvBlocks, block: u32, head: usize) -> (*mut u8, *mut u8) {
         let layout = &self.layout;
         let offset = self.index * layout.layer_bytes() + head * layout.head_bytes();
-        assert!(offset + layout.head_bytes() <= self.blocks.block_bytes() && head < layout.n_kv_heads);
+        assert!(offset + layout.head_bytes() <= blocks.block_bytes() && head < layout.n_kv_heads);
         // SAFETY: inside the block, by the assertion.
         unsafe {
-            let key = self.blocks.block(block).add(offset);
+            let key = blocks.block(block).add(offset);
             (key, key.add(layout.key_bytes()))
+        }
+    }
+
+    /// The key and the value of one position and head, as the cache keeps them: for tests and references.
+    pub fn read(&self, blocks: &KvBlocks, block: u32, slot: usize, head: usize, k: &mut [f32], v: &mut [f32]) {
+        let dim = self.layout.head_dim;
+        assert!(slot < KV_BLOCK && k.len() == dim && v.len() == dim);
+        let (key, value) = self.head(blocks, block, head);
+        let stride = self.layout.value_stride();
+        for d in 0..dim {
+            // SAFETY: keys are [head_dim, 32] and values [32, value_stride] of the kind; no one writes meanwhile,
+            // since writing takes the blocks mutably.
+            unsafe {
+                (k[d], v[d]) = match self.layout.kind {
+                    KvType::F32 => (
+                        key.cast::<f32>().add(d * KV_BLOCK + slot).read(),
+                        value.cast::<f32>().add(slot * stride + d).read(),
+                    ),
+                    KvType::F16 => (
+                        f16::from_bits(key.cast::<u16>().add(d * KV_BLOCK + slot).read()).to_f32(),
+                        f16::from_bits(value.cast::<u16>().add(slot * stride + d).read()).to_f32(),
+                    ),
+                };
+            }
         }
     }
 }
 
-/// Stores the keys and values of all rows of `spans`. `k` and `v`: `[rows, n_kv_heads, head_dim]`.
+/// Stores the keys and values of all rows. `k` and `v`: `[rows, n_kv_heads, head_dim]`.
 ///
 /// # Panics
 /// If shapes do not match or a table has no block for a position.
-pub fn kv_store(exec: &Exec, layer: &mut KvLayer, spans: &[KvSpan], k: &[f32], v: &[f32]) {
-    let layout = layer.layout;
-    let width = layout.n_kv_heads * layout.head_dim;
-    for span in spans {
-        assert!((span.row + span.rows) * width <= k.len().min(v.len()), "rows of a span are in k and v");
-    }
-    let layer = &*layer;
-    exec.pool.for_each(layout.n_kv_heads, &|head| exec.isa.run(Store { layer, spans, k, v, head }));
+pub fn kv_store(exec: &Exec, blocks: &mut KvBlocks, layer: KvLayer, plan: &KvPlan, k: &[f32], v: &[f32]) {
+    let width = layer.layout.n_kv_heads * layer.layout.head_dim;
+    assert!(k.len() == plan.rows() * width && v.len() == k.len(), "keys and values of {} rows", plan.rows());
+    let blocks = &*blocks;
+    exec.pool.for_each(layer.layout.n_kv_heads, &|head| exec.isa.run(Store { blocks, layer, plan, k, v, head }));
 }
 
 struct Store<'a> {
-    layer: &'a KvLayer<'a>,
-    spans: &'a [KvSpan<'a>],
+    blocks: &'a KvBlocks,
+    layer: KvLayer,
+    plan: &'a KvPlan,
     k: &'a [f32],
     v: &'a [f32],
     head: usize,
@@ -235,10 +284,10 @@ impl Kernel for Store<'_> {
     fn run<S: Simd>(self, s: S) {
         let layout = self.layer.layout;
         let (width, dim) = (layout.n_kv_heads * layout.head_dim, layout.head_dim);
-        for span in self.spans {
+        for span in &self.plan.spans {
             for i in 0..span.rows {
-                let (block, slot) = span.locate(span.past + i);
-                let (key, value) = self.layer.head(block, self.head);
+                let (pos, slot) = (span.past + i, (span.past + i) % KV_BLOCK);
+                let (key, value) = self.layer.head(self.blocks, self.plan.block(span, pos), self.head);
                 let at = (span.row + i) * width + self.head * dim;
                 let (k, v) = (&self.k[at..at + dim], &self.v[at..at + dim]);
                 // SAFETY: the head's part of the block is this task's alone; keys are [dim, 32], values

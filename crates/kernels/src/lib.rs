@@ -20,10 +20,10 @@ pub mod quant;
 mod simd;
 
 pub use act::{ActBlock, Acts};
-pub use attention::{Attention, attention};
+pub use attention::{Attention, KvView, attention};
 pub use dtype::{Arith, DType, Format, Group};
 pub use exec::Exec;
 pub use isa::Isa;
-pub use kv::{KV_BLOCK, KvBlocks, KvLayer, KvLayout, KvSpan, KvType, kv_store};
+pub use kv::{KV_BLOCK, KvBlocks, KvLayer, KvLayout, KvPlan, KvType, kv_store};
 pub use linear::{Matrix, MatrixSource, Product, matmul};
 pub use pool::Pool;

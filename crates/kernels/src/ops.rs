@@ -321,6 +321,70 @@ fn choose(routing: &Routing, scores: &[f32], correction: Option<&[f32]>, ids: &m
     }
 }
 
+/// `out[row] = sum over k of weights[row, k] * y[slots[row, k]]`, in the order of k, one multiply-add an element.
+/// `y` and `out`: rows of `width`; `slots` and `weights`: `[rows, used]`.
+///
+/// # Panics
+/// If shapes do not match.
+pub fn weighted_sum(exec: &Exec, y: &[f32], width: usize, slots: &[u32], weights: &[f32], out: &mut [f32]) {
+    let rows = out.len() / width;
+    let used = slots.len() / rows.max(1);
+    assert!(out.len() == rows * width && slots.len() == rows * used && weights.len() == slots.len());
+    assert!(slots.iter().all(|&slot| (slot as usize + 1) * width <= y.len()), "slots are rows of y");
+    let parts = SharedMut::new(out);
+    for_rows(exec, rows, width * used, &|row, n| {
+        // SAFETY: rows of this task only.
+        let out = unsafe { parts.slice(row * width, n * width) };
+        let range = row * used..(row + n) * used;
+        exec.isa.run(WeightedSum { y, width, slots: &slots[range.clone()], weights: &weights[range], out });
+    });
+}
+
+struct WeightedSum<'a> {
+    y: &'a [f32],
+    width: usize,
+    slots: &'a [u32],
+    weights: &'a [f32],
+    out: &'a mut [f32],
+}
+
+impl Kernel for WeightedSum<'_> {
+    #[inline(always)]
+    fn run<S: Simd>(self, s: S) {
+        let rows = self.out.len() / self.width;
+        let used = self.slots.len() / rows.max(1);
+        for row in 0..rows {
+            let (slots, weights) = (&self.slots[row * used..][..used], &self.weights[row * used..][..used]);
+            let out = &mut self.out[row * self.width..][..self.width];
+            each(self.width, |i, n| {
+                let mut acc = s.splat(0.0);
+                for (slot, weight) in slots.iter().zip(weights) {
+                    let y = &self.y[*slot as usize * self.width..][..self.width];
+                    // SAFETY: n elements from i of a row of `width`.
+                    acc = s.fma(s.splat(*weight), unsafe { load(s, y.as_ptr().add(i), n) }, acc);
+                }
+                // SAFETY: as above.
+                unsafe { store(s, out.as_mut_ptr().add(i), acc, n) };
+            });
+        }
+    }
+}
+
+/// `out[row] += h[row] * sigmoid(gate[row])`, or `out += h` without gates. `out` and `h`: `[rows, width]`.
+///
+/// # Panics
+/// If shapes do not match.
+pub fn add_gated(exec: &Exec, out: &mut [f32], h: &[f32], gate: Option<&[f32]>) {
+    let Some(gate) = gate.filter(|gate| !gate.is_empty()) else { return add_scaled(exec, out, h, 1.0) };
+    let width = out.len() / gate.len();
+    assert!(out.len() == gate.len() * width && h.len() == out.len(), "one gate a row");
+    for ((out, h), gate) in out.chunks_exact_mut(width).zip(h.chunks_exact(width)).zip(gate) {
+        let mut scale = [*gate];
+        exec.isa.run(Scores { x: &mut scale, sigmoid: true });
+        add_scaled(exec, out, h, scale[0]);
+    }
+}
+
 struct Scores<'a> {
     x: &'a mut [f32],
     sigmoid: bool,

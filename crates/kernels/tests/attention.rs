@@ -2,7 +2,9 @@
 
 use half::f16;
 use proptest::prelude::*;
-use puna_kernels::{Attention, Exec, Isa, KV_BLOCK, KvBlocks, KvLayer, KvLayout, KvSpan, KvType, attention, kv_store};
+use puna_kernels::{
+    Attention, Exec, Isa, KV_BLOCK, KvBlocks, KvLayer, KvLayout, KvPlan, KvType, KvView, attention, kv_store,
+};
 
 /// One sequence's queries, keys and values, `[len, heads, head_dim]`.
 #[derive(Clone)]
@@ -49,12 +51,13 @@ impl Shape {
         let mut out = vec![f32::NAN; x.q.len()];
         for past in (0..self.len).step_by(chunk) {
             let rows = chunk.min(self.len - past);
-            let span = [KvSpan { row: 0, rows, past, first_block: 0, table: &table }];
-            let mut layer = KvLayer { layout: self.layout, blocks: &blocks, index: 1 };
+            let mut plan = KvPlan::default();
+            plan.push(rows, past, 0, table.iter().copied());
+            let layer = KvLayer { layout: self.layout, index: 1 };
             let part = |x: &[f32], width: usize| x[past * width..(past + rows) * width].to_vec();
-            kv_store(exec, &mut layer, &span, &part(&x.k, kv), &part(&x.v, kv));
+            kv_store(exec, &mut blocks, layer, &plan, &part(&x.k, kv), &part(&x.v, kv));
             let out = &mut out[past * q..(past + rows) * q];
-            attention(exec, &self.op, &layer, &span, &part(&x.q, q), out);
+            attention(exec, &self.op, KvView { blocks: &blocks, layer, plan: &plan }, &part(&x.q, q), out);
         }
         out
     }
@@ -180,18 +183,18 @@ fn spans_are_independent() {
     let (want_a, want_b) = (shape.run(&exec, &a, 128), shape.run(&exec, &b, 128));
     let mut blocks = KvBlocks::new(shape.layout.layer_bytes());
     let tables: [Vec<u32>; 2] = std::array::from_fn(|_| (0..4).map(|_| blocks.alloc().unwrap()).collect());
-    let mut layer = KvLayer { layout: shape.layout, blocks: &blocks, index: 0 };
+    let layer = KvLayer { layout: shape.layout, index: 0 };
     for (x, table) in [(&a, &tables[0]), (&b, &tables[1])] {
-        let span = [KvSpan { row: 0, rows: 128, past: 0, first_block: 0, table }];
-        kv_store(&exec, &mut layer, &span, &x.k, &x.v);
+        let mut plan = KvPlan::default();
+        plan.push(128, 0, 0, table.iter().copied());
+        kv_store(&exec, &mut blocks, layer, &plan, &x.k, &x.v);
     }
     // The last 20 rows of one sequence and the last 50 of the other, neither of which sees the first block.
-    let spans = [
-        KvSpan { row: 0, rows: 20, past: 108, first_block: 1, table: &tables[0][1..] },
-        KvSpan { row: 20, rows: 50, past: 78, first_block: 1, table: &tables[1][1..] },
-    ];
+    let mut plan = KvPlan::default();
+    plan.push(20, 108, 1, tables[0][1..].iter().copied());
+    plan.push(50, 78, 1, tables[1][1..].iter().copied());
     let q = [&a.q[108 * 72..], &b.q[78 * 72..]].concat();
     let mut out = vec![0.0; q.len()];
-    attention(&exec, &shape.op, &layer, &spans, &q, &mut out);
+    attention(&exec, &shape.op, KvView { blocks: &blocks, layer, plan: &plan }, &q, &mut out);
     assert_eq!(bits(&out), bits(&[&want_a[108 * 72..], &want_b[78 * 72..]].concat()));
 }

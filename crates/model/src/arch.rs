@@ -4,7 +4,7 @@
 use crate::config::{Config, MoeConfig};
 use crate::error::{Error, escape};
 use crate::gguf::{Gguf, Metadata, Value};
-use crate::rope::{Rope, Yarn, base_frequencies};
+use crate::rope::{LongRope, Rope, Sections, Yarn, base_frequencies, scaled_frequencies};
 use puna_kernels::ops::{Activation, Routing};
 
 /// An architecture that puna computes.
@@ -15,16 +15,91 @@ pub struct Arch {
     pub keys: Option<&'static str>,
     /// GGUF files hold the rows of q and k in the order of adjacent rotary pairs; otherwise halves pair.
     pub interleaved: bool,
+    /// Where a layer's norms are.
+    pub norms: Norms,
     /// What the file's metadata cannot say.
     pub adjust: fn(&Keys, &mut Config) -> Result<(), Error>,
 }
 
+/// Where a layer's norms are.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Norms {
+    /// Before attention and before feed-forward.
+    Before,
+    /// After them.
+    After,
+}
+
+/// What most architectures are: halves pair, norms come first, and metadata says the rest.
+const PLAIN: Arch = Arch { name: "", keys: None, interleaved: false, norms: Norms::Before, adjust: |_, _| Ok(()) };
+
 /// Every architecture that puna computes.
 pub static ARCHS: &[Arch] = &[
-    Arch { name: "llama", keys: None, interleaved: true, adjust: |_, _| Ok(()) },
+    Arch { name: "llama", interleaved: true, ..PLAIN },
     // Some converters name the model and keep the keys.
-    Arch { name: "mistral", keys: Some("llama"), interleaved: true, adjust: |_, _| Ok(()) },
+    Arch { name: "mistral", keys: Some("llama"), interleaved: true, ..PLAIN },
+    Arch { name: "qwen2", ..PLAIN },
+    Arch { name: "qwen2moe", adjust: qwen2moe, ..PLAIN },
+    Arch { name: "qwen3", ..PLAIN },
+    Arch { name: "qwen3moe", ..PLAIN },
+    Arch { name: "qwen2vl", adjust: |keys, config| sections(keys, config, false), ..PLAIN },
+    Arch { name: "qwen3vl", adjust: qwen3vl, ..PLAIN },
+    Arch { name: "qwen3vlmoe", adjust: qwen3vl, ..PLAIN },
+    Arch { name: "phi3", ..PLAIN },
+    Arch { name: "minimax-m2", ..PLAIN },
+    Arch { name: "smollm3", interleaved: true, adjust: smollm3, ..PLAIN },
+    Arch { name: "granite", interleaved: true, adjust: granite, ..PLAIN },
+    Arch { name: "olmo2", norms: Norms::After, ..PLAIN },
 ];
+
+/// Its files do not say that the weights of the chosen experts stay as they are.
+fn qwen2moe(keys: &Keys, config: &mut Config) -> Result<(), Error> {
+    if let Some(moe) = &mut config.moe {
+        moe.routing.normalize = keys.meta.get(&keys.name("expert_weights_norm"))?.unwrap_or(false);
+        moe.shared_ffn_dim = match keys.count("expert_shared_feed_forward_length")? {
+            Some(n) => n,
+            None => config.ffn_dim,
+        };
+    }
+    Ok(())
+}
+
+fn qwen3vl(keys: &Keys, config: &mut Config) -> Result<(), Error> {
+    config.n_deepstack = keys.meta.get::<u32>(&keys.name("n_deepstack_layers"))?.unwrap_or(0) as usize;
+    if config.n_deepstack > config.n_layers {
+        let what = format!("{} layers of {}", config.n_deepstack, config.n_layers);
+        return Err(keys.error("n_deepstack_layers", what));
+    }
+    sections(keys, config, true)
+}
+
+/// Pairs turn by time, height and width.
+fn sections(keys: &Keys, config: &mut Config, interleaved: bool) -> Result<(), Error> {
+    let key = "rope.dimension_sections";
+    let sizes: Vec<u32> = keys.meta.require(&keys.name(key))?;
+    let half = config.rope.half();
+    match sizes[..] {
+        [t, h, w] | [t, h, w, 0] if [t, h, w].iter().map(|&n| n as usize).sum::<usize>() == half => {
+            config.rope.sections = Some(Sections { sizes: [t as usize, h as usize, w as usize], interleaved });
+            Ok(())
+        }
+        _ => Err(keys.error(key, format!("expected three numbers that add up to {half} pairs, found {sizes:?}"))),
+    }
+}
+
+/// Every fourth layer does not rotate.
+fn smollm3(_: &Keys, config: &mut Config) -> Result<(), Error> {
+    for (l, rotates) in config.rope_layers.iter_mut().enumerate() {
+        *rotates = (l + 1) % 4 != 0;
+    }
+    Ok(())
+}
+
+/// Its logit scale divides.
+fn granite(_: &Keys, config: &mut Config) -> Result<(), Error> {
+    config.logit_scale = 1.0 / config.logit_scale;
+    Ok(())
+}
 
 /// Keys that change what a model computes and that no row of [`ARCHS`] knows: refused unless they say "off".
 const REFUSED: &[&str] = &[
@@ -194,6 +269,7 @@ fn read(gguf: &Gguf, arch: &'static Arch, keys: &Keys) -> Result<Config, Error> 
         residual_scale: keys.positive("residual_scale")?.unwrap_or(1.0),
         logit_scale: keys.positive("logit_scale")?.unwrap_or(1.0),
         activation: Activation::Silu,
+        n_deepstack: 0,
         moe: moe(keys, ffn_dim)?,
     })
 }
@@ -262,18 +338,41 @@ fn rope(gguf: &Gguf, keys: &Keys, head_dim: usize) -> Result<Rope, Error> {
             let (yarn, magnitude) = yarn(keys, factor()?)?;
             ("yarn", yarn.frequencies(theta, width), magnitude)
         }
+        // The lists of factors say it all.
+        "longrope" => ("longrope", base_frequencies(theta, width), 1.0),
         other => {
-            let what = format!("rope scaling '{}' is not supported; supported are none, linear, yarn", escape(other));
+            let what = format!(
+                "rope scaling '{}' is not supported; supported are none, linear, yarn, longrope",
+                escape(other)
+            );
             return Err(keys.error("rope.scaling.type", what));
         }
     };
-    if let Some(divisors) = frequency_divisors(gguf, width / 2)? {
+    let mut rope = Rope { inv_freq: Vec::new(), long: None, sections: None, magnitude, kind, theta };
+    if let Some(divisors) = frequency_factors(gguf, "rope_freqs.weight", width / 2)? {
         for (freq, divisor) in inv_freq.iter_mut().zip(divisors) {
             *freq /= divisor;
         }
-        return Ok(Rope { inv_freq, magnitude, kind: "llama3", theta });
+        rope.kind = "llama3";
     }
-    Ok(Rope { inv_freq, magnitude, kind, theta })
+    let lists = ["rope_factors_short.weight", "rope_factors_long.weight"];
+    let [short, long] = lists.map(|name| frequency_factors(gguf, name, width / 2));
+    match (short?, long?) {
+        (None, None) => {}
+        (Some(short), Some(long)) => {
+            let original_context = keys.require_count("rope.scaling.original_context_length")?;
+            rope.kind = "longrope";
+            rope.magnitude = keys.positive("rope.scaling.attn_factor")?.unwrap_or(1.0);
+            rope.long = Some(LongRope { original_context, inv_freq: scaled_frequencies(theta, width, &long) });
+            inv_freq = scaled_frequencies(theta, width, &short);
+        }
+        (short, _) => {
+            let name = if short.is_some() { lists[1] } else { lists[0] };
+            return Err(Error::tensor(gguf.path(), name, "missing, while the other list of rope factors is there"));
+        }
+    }
+    rope.inv_freq = inv_freq;
+    Ok(rope)
 }
 
 fn yarn(keys: &Keys, factor: f32) -> Result<(Yarn, f32), Error> {
@@ -297,19 +396,19 @@ fn yarn(keys: &Keys, factor: f32) -> Result<(Yarn, f32), Error> {
     Ok((yarn, magnitude))
 }
 
-/// `rope_freqs.weight`: what Llama 3's scaling comes to, a divisor for each frequency.
-fn frequency_divisors(gguf: &Gguf, half: usize) -> Result<Option<Vec<f32>>, Error> {
-    let Some(info) = gguf.find("rope_freqs.weight") else { return Ok(None) };
+/// A factor for each frequency: what Llama 3's scaling comes to, or one of longrope's lists.
+fn frequency_factors(gguf: &Gguf, name: &str, half: usize) -> Result<Option<Vec<f32>>, Error> {
+    let Some(info) = gguf.find(name) else { return Ok(None) };
     let (dtype, bytes) = gguf.weight(info)?;
     if info.elements() != half || info.rows() != 1 || dtype.format().block_len != 1 {
         let what = format!("expected shape [{half}] of a float type, found {:?} of {}", info.shape, info.ty);
         return Err(gguf.error(info, what));
     }
-    let mut divisors = vec![0.0; half];
-    (dtype.format().dequantize)(&bytes, &mut divisors);
-    match divisors.iter().find(|d| !d.is_finite() || **d <= 0.0) {
-        Some(bad) => Err(gguf.error(info, format!("expected divisors above 0, found {bad}"))),
-        None => Ok(Some(divisors)),
+    let mut factors = vec![0.0; half];
+    (dtype.format().dequantize)(&bytes, &mut factors);
+    match factors.iter().find(|f| !f.is_finite() || **f <= 0.0) {
+        Some(bad) => Err(gguf.error(info, format!("expected factors above 0, found {bad}"))),
+        None => Ok(Some(factors)),
     }
 }
 
@@ -336,6 +435,7 @@ fn moe(keys: &Keys, ffn_dim: Option<usize>) -> Result<Option<MoeConfig>, Error> 
     Ok(Some(MoeConfig {
         n_experts,
         ffn_dim: width.ok_or_else(|| keys.error("expert_feed_forward_length", "missing"))?,
+        shared_ffn_dim: keys.count("expert_shared_feed_forward_length")?.unwrap_or(0),
         routing: Routing {
             used,
             sigmoid,

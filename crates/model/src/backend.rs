@@ -3,7 +3,7 @@
 //! There are two: [`Cpu`](crate::cpu::Cpu), and [`Reference`](crate::reference::Reference), which computes the same
 //! from f32 weights with plain loops and is what the other is compared with.
 
-use crate::batch::Batch;
+use crate::batch::{Batch, Row};
 use crate::kv::KvCache;
 use crate::weights::{Linear, Norm};
 use puna_kernels::ops::{Activation, RopeTable, Routing};
@@ -36,6 +36,17 @@ pub trait Backend {
 
     /// `out[i]` = the embedding of row i: a row of `table` times `scale`, or one of the batch's own embeddings.
     fn embed(&self, table: &Self::Matrix, batch: &Batch, scale: f32, out: &mut Acts);
+    /// Adds the batch's deepstack rows of layer `layer` to the rows of their embeddings.
+    fn add_deepstack(&self, x: &mut Acts, batch: &Batch, layer: usize) {
+        let dim = x.cols();
+        let n = batch.embeds.len() / dim;
+        for (row, x) in batch.rows.iter().zip(x.values_mut().chunks_exact_mut(dim)) {
+            if let Row::Embed(i) = *row {
+                let more = &batch.deepstack[(layer * n + i as usize) * dim..][..dim];
+                x.iter_mut().zip(more).for_each(|(x, m)| *x += m);
+            }
+        }
+    }
     /// `out` = the norm of each row.
     fn rms_norm(&self, x: &Acts, norm: &Norm, out: &mut Acts);
     /// The norm of each run of `norm.weight.len()` elements, in place.
@@ -63,6 +74,8 @@ pub trait Backend {
     );
     /// `out[row]` = the sum of `weights[row, k] * y[slots[row, k]]` in the order of k.
     fn weighted_sum(&self, y: &[f32], slots: &[u32], weights: &[f32], out: &mut Acts);
+    /// `out[row] += h[row] * sigmoid(gate[row])`, or plainly added without gates.
+    fn add_gated(&self, out: &mut Acts, h: &Acts, gate: Option<&[f32]>);
     /// `out` = the given rows of `x`.
     fn select(&self, x: &Acts, rows: &[u32], out: &mut Acts);
     /// `x = cap * tanh(x * scale / cap)`, or `x * scale` without a cap.

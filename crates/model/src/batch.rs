@@ -21,6 +21,9 @@ pub struct Span {
     pub start: usize,
     /// Rows.
     pub rows: usize,
+    /// How long the sequence is known to become: the whole prompt while a part of it is computed. Where rotation
+    /// depends on a sequence's length (longrope), this decides, and so chunks change nothing.
+    pub total: usize,
 }
 
 /// Which rows of a push get logits.
@@ -45,6 +48,10 @@ pub struct Batch {
     pub outputs: Vec<u32>,
     /// Embeddings that [`Row::Embed`] names, `[n, dim]`.
     pub embeds: Vec<f32>,
+    /// Added to the rows of these embeddings after the first layers, `[n_deepstack, n, dim]`; empty: nothing is.
+    pub deepstack: Vec<f32>,
+    /// Time, height and width of each row, `[rows]`; empty: all three are the position in the sequence.
+    pub positions: Vec<[u32; 3]>,
 }
 
 impl Batch {
@@ -54,13 +61,15 @@ impl Batch {
         self.spans.clear();
         self.outputs.clear();
         self.embeds.clear();
+        self.deepstack.clear();
+        self.positions.clear();
     }
 
     /// Adds tokens of a sequence that holds `start` positions.
     pub fn push(&mut self, seq: SeqId, start: usize, tokens: &[u32], outputs: Outputs) {
         let first = self.rows.len() as u32;
         self.rows.extend(tokens.iter().map(|&t| Row::Token(t)));
-        self.spans.push(Span { seq, start, rows: tokens.len() });
+        self.spans.push(Span { seq, start, rows: tokens.len(), total: start + tokens.len() });
         let end = self.rows.len() as u32;
         match outputs {
             Outputs::None => {}

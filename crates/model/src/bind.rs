@@ -1,12 +1,12 @@
 //! Weights by name: each tensor's shape is checked against the configuration, and a tensor of a layer that nothing
 //! reads is an error, because ignoring it would give wrong answers.
 
-use crate::arch::Arch;
+use crate::arch::{Arch, Norms};
 use crate::backend::Backend;
 use crate::config::{Config, MoeConfig};
 use crate::error::{Error, escape};
 use crate::gguf::{Gguf, TensorInfo};
-use crate::weights::{Attn, Dense, Ffn, Layer, Linear, Moe, Norm, Weights};
+use crate::weights::{Attn, Dense, Ffn, Layer, Linear, Moe, Norm, Shared, Weights};
 use puna_kernels::{Arith, MatrixSource};
 use std::cell::RefCell;
 use std::collections::HashSet;
@@ -31,7 +31,7 @@ pub type Progress<'a> = dyn FnMut(u64, u64) + 'a;
 /// nothing reads.
 pub fn bind(gguf: &Gguf, arch: &Arch, config: &Config) -> Result<Weights<Found>, Error> {
     gguf.check()?;
-    let binder = Binder { gguf, interleaved: arch.interleaved, config, read: RefCell::default() };
+    let binder = Binder { gguf, arch, config, read: RefCell::default() };
     let weights = Weights {
         tok_embd: binder.linear("token_embd", [config.vocab_size, config.dim])?,
         layers: (0..config.n_layers).map(|l| binder.layer(l)).collect::<Result<_, _>>()?,
@@ -65,7 +65,7 @@ pub fn load<B: Backend>(
 
 struct Binder<'a> {
     gguf: &'a Gguf,
-    interleaved: bool,
+    arch: &'a Arch,
     config: &'a Config,
     /// Tensors that were read.
     read: RefCell<HashSet<String>>,
@@ -73,27 +73,52 @@ struct Binder<'a> {
 
 impl Binder<'_> {
     fn layer(&self, l: usize) -> Result<Layer<Found>, Error> {
-        let c = self.config;
-        let name = |part: &str| format!("blk.{l}.{part}");
-        let qk = |part: &str, heads: usize| {
-            let linear = self.linear(&name(part), [heads * c.head_dim, c.dim])?;
-            Ok(if self.interleaved { halves(linear, c.head_dim, 2 * c.rope.half()) } else { linear })
+        let dim = self.config.dim;
+        let norm = |part: &str, place: Norms| {
+            let wanted = self.arch.norms == place;
+            wanted.then(|| self.required_norm(&format!("blk.{l}.{part}"), dim)).transpose()
         };
         Ok(Layer {
-            attn_norm: Some(self.required_norm(&name("attn_norm"), c.dim)?),
-            attn: Attn {
-                q: qk("attn_q", c.n_heads)?,
-                k: qk("attn_k", c.n_kv_heads)?,
-                v: self.linear(&name("attn_v"), [c.kv_dim(), c.dim])?,
-                o: self.linear(&name("attn_output"), [c.dim, c.q_dim()])?,
-                q_norm: None,
-                k_norm: None,
-            },
-            post_attn_norm: None,
-            ffn_norm: Some(self.required_norm(&name("ffn_norm"), c.dim)?),
+            attn_norm: norm("attn_norm", Norms::Before)?,
+            attn: self.attn(l)?,
+            post_attn_norm: norm("post_attention_norm", Norms::After)?,
+            ffn_norm: norm("ffn_norm", Norms::Before)?,
             ffn: self.ffn(l)?,
-            post_ffn_norm: None,
+            post_ffn_norm: norm("post_ffw_norm", Norms::After)?,
         })
+    }
+
+    fn attn(&self, l: usize) -> Result<Attn<Found>, Error> {
+        let c = self.config;
+        let name = |part: &str| format!("blk.{l}.{part}");
+        let (q_dim, kv_dim) = (c.q_dim(), c.kv_dim());
+        let [q, k, v] = if self.gguf.find(&name("attn_qkv.weight")).is_some() {
+            let qkv = self.linear(&name("attn_qkv"), [q_dim + 2 * kv_dim, c.dim])?;
+            [rows(&qkv, 0, q_dim), rows(&qkv, q_dim, kv_dim), rows(&qkv, q_dim + kv_dim, kv_dim)]
+        } else {
+            [
+                self.linear(&name("attn_q"), [q_dim, c.dim])?,
+                self.linear(&name("attn_k"), [kv_dim, c.dim])?,
+                self.linear(&name("attn_v"), [kv_dim, c.dim])?,
+            ]
+        };
+        let order = |linear| if self.arch.interleaved { halves(linear, c.head_dim, 2 * c.rope.half()) } else { linear };
+        Ok(Attn {
+            q: order(q),
+            k: order(k),
+            v,
+            o: self.linear(&name("attn_output"), [c.dim, q_dim])?,
+            q_norm: self.head_norm(&name("attn_q_norm"), q_dim)?,
+            k_norm: self.head_norm(&name("attn_k_norm"), kv_dim)?,
+        })
+    }
+
+    /// A norm of each head or of the whole row: its length tells.
+    fn head_norm(&self, name: &str, row: usize) -> Result<Option<Norm>, Error> {
+        let name = format!("{name}.weight");
+        let whole = self.gguf.find(&name).is_some_and(|info| info.elements() == row);
+        let width = if whole { row } else { self.config.head_dim };
+        Ok(self.vector(&name, width)?.map(|weight| Norm { weight, eps: self.config.norm_eps }))
     }
 
     fn ffn(&self, l: usize) -> Result<Ffn<Found>, Error> {
@@ -105,8 +130,45 @@ impl Binder<'_> {
             Some(_) if self.gguf.find(&name("ffn_gate.weight")).is_none() => {
                 Err(self.missing(&name("ffn_gate_inp.weight")))
             }
-            _ => Ok(Ffn::Dense(self.dense(|part| name(part), self.config.ffn_dim)?)),
+            _ if self.gguf.find(&name("ffn_gate.weight")).is_none() && !self.is_missing_gate(l) => {
+                Ok(Ffn::Dense(self.fused_dense(l)?))
+            }
+            _ => Ok(Ffn::Dense(self.dense(name, self.config.ffn_dim)?)),
         }
+    }
+
+    /// Whether a layer without `ffn_gate` lacks it, and does not have it as the first half of `ffn_up`.
+    fn is_missing_gate(&self, l: usize) -> bool {
+        let up = self.gguf.find(&format!("blk.{l}.ffn_up.weight"));
+        up.is_none_or(|up| up.rows() != 2 * self.config.ffn_dim)
+    }
+
+    /// Gate and up in one tensor, the gate first.
+    fn fused_dense(&self, l: usize) -> Result<Dense<Found>, Error> {
+        let (dim, width) = (self.config.dim, self.config.ffn_dim);
+        let both = self.linear(&format!("blk.{l}.ffn_up"), [2 * width, dim])?;
+        let down = self.linear(&format!("blk.{l}.ffn_down"), [dim, width])?;
+        Ok(Dense { gate: rows(&both, 0, width), up: rows(&both, width, width), down })
+    }
+
+    fn shared_expert(&self, l: usize, width: usize) -> Result<Option<Shared<Found>>, Error> {
+        let name = |part: &str| format!("blk.{l}.{part}_shexp");
+        if self.gguf.find(&format!("{}.weight", name("ffn_gate"))).is_none() {
+            return Ok(None);
+        }
+        // Some converters write the gate as a vector.
+        let gate = name("ffn_gate_inp");
+        let info = self.gguf.find(&format!("{gate}.weight"));
+        let as_vector = info.is_some_and(|info| info.shape.len() == 1);
+        let gate = match info {
+            None => None,
+            Some(_) if as_vector => {
+                let weight = self.matrix(&format!("{gate}.weight"), &[self.config.dim])?;
+                Some(Linear { weight, bias: None })
+            }
+            Some(_) => Some(self.linear(&gate, [1, self.config.dim])?),
+        };
+        Ok(Some(Shared { gate, ffn: self.dense(name, width)? }))
     }
 
     fn dense(&self, name: impl Fn(&str) -> String, width: usize) -> Result<Dense<Found>, Error> {
@@ -133,7 +195,12 @@ impl Binder<'_> {
             let mut next = |(): ()| Some(Dense { gate: gate.next()?, up: up.next()?, down: down.next()? });
             (0..n).map_while(|_| next(())).collect()
         };
-        Ok(Moe { router, correction: self.vector(&name("exp_probs_b.bias"), n)?, experts })
+        Ok(Moe {
+            router,
+            correction: self.vector(&name("exp_probs_b.bias"), n)?,
+            experts,
+            shared: self.shared_expert(l, moe.shared_ffn_dim)?,
+        })
     }
 
     /// The experts of a merged tensor, one after the other.
@@ -238,6 +305,17 @@ impl Binder<'_> {
 
 /// Tensors that old converters wrote and that every reader computes itself.
 const HARMLESS: &[&str] = &["rope_freqs", "rope.freqs", "attn_rot_embd", "rotary_emb.inv_freq"];
+
+/// Rows `start..start + n` of a projection.
+fn rows(linear: &Linear<Found>, start: usize, n: usize) -> Linear<Found> {
+    let Found { source, shard, range } = &linear.weight;
+    let each = source.bytes.len() / source.rows;
+    let bytes = source.bytes.slice(start * each..(start + n) * each);
+    let source = MatrixSource { dtype: source.dtype, rows: n, cols: source.cols, bytes, order: None };
+    let range = range.start + start * each..range.start + (start + n) * each;
+    let bias = linear.bias.as_ref().map(|b| b[start..start + n].to_vec());
+    Linear { weight: Found { source, shard: *shard, range }, bias }
+}
 
 /// Brings rows from the order of adjacent pairs, `(2i, 2i + 1)`, into that of halves, `(i, i + half)`, head by head,
 /// within the rotary width. Rows are independent in every format, and a bias moves with its row.

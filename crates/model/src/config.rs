@@ -48,6 +48,8 @@ pub struct Config {
     pub logit_scale: f32,
     /// The gate of feed-forward layers.
     pub activation: Activation,
+    /// Layers after which image rows get more of the image added (deepstack).
+    pub n_deepstack: usize,
     /// Mixture of experts, in the layers that have a router.
     pub moe: Option<MoeConfig>,
 }
@@ -59,6 +61,8 @@ pub struct MoeConfig {
     pub n_experts: usize,
     /// Width of an expert.
     pub ffn_dim: usize,
+    /// Width of the expert that every token has, where there is one.
+    pub shared_ffn_dim: usize,
     /// How experts are chosen and weighed.
     pub routing: Routing,
 }

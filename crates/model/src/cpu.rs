@@ -121,6 +121,10 @@ impl Backend for Cpu {
         ops::weighted_sum(&self.exec, y, out.cols(), slots, weights, out.values_mut());
     }
 
+    fn add_gated(&self, out: &mut Acts, h: &Acts, gate: Option<&[f32]>) {
+        ops::add_gated(&self.exec, out.values_mut(), h.values(), gate);
+    }
+
     fn select(&self, x: &Acts, rows: &[u32], out: &mut Acts) {
         let dim = x.cols();
         out.resize(rows.len(), dim);

@@ -5,7 +5,7 @@ use crate::backend::{Backend, Job};
 use crate::batch::Batch;
 use crate::config::Config;
 use crate::kv::KvCache;
-use crate::moe::{self, MoeScratch};
+use crate::moe::{MoeScratch, MoeStep};
 use crate::weights::{Ffn, Weights};
 use puna_kernels::ops::RopeTable;
 use puna_kernels::{Acts, Attention};
@@ -91,7 +91,8 @@ pub(crate) fn forward<B: Backend>(
         b.kv_store(kv, l, &s.k, &s.v);
         let op = Attention { n_heads: c.n_heads, scale: c.attn_scale, softcap: c.attn_softcap, window: c.windows[l] };
         b.attention(&op, kv, l, &s.q, &mut s.attn); // [rows, n_heads, head_dim]
-        if l + 1 == w.layers.len() && !tap.wants_all_rows() {
+        let later = tap.wants_all_rows() || l < c.n_deepstack;
+        if l + 1 == w.layers.len() && !later {
             // Nothing attends to the last layer's output: only rows that get logits go on.
             b.select(&s.x, &batch.outputs, &mut s.q);
             std::mem::swap(&mut s.x, &mut s.q); // [outputs, dim]
@@ -109,8 +110,9 @@ pub(crate) fn forward<B: Backend>(
             None => s.h.copy_from(&s.x),
         }
         match (&layer.ffn, &c.moe) {
-            (Ffn::Moe(m), Some(moe)) => {
-                moe::forward(b, m, moe, c.activation, &mut s.h, &mut s.moe, &mut s.attn); // [rows, dim]
+            (Ffn::Moe(m), Some(config)) => {
+                let mut moe = MoeStep { b, config, activation: c.activation, s: &mut s.moe };
+                moe.forward(m, &mut s.h, &mut s.attn); // [rows, dim]
             }
             (Ffn::Moe(_), None) => unreachable!("experts are bound only where the configuration has them"),
             (Ffn::Dense(f), _) => {
@@ -133,9 +135,12 @@ pub(crate) fn forward<B: Backend>(
             b.rms_norm_in_place(&mut s.attn, norm);
         }
         b.add(&mut s.x, &s.attn, c.residual_scale);
+        if l < c.n_deepstack && !batch.deepstack.is_empty() {
+            b.add_deepstack(&mut s.x, batch, l);
+        }
     }
     tap.residual(w.layers.len(), &mut s.x);
-    if tap.wants_all_rows() {
+    if s.x.rows() != batch.outputs.len() {
         b.select(&s.x, &batch.outputs, &mut s.q);
         std::mem::swap(&mut s.x, &mut s.q); // [outputs, dim]
     }

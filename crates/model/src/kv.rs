@@ -30,6 +30,8 @@ struct Group {
 
 struct Sequence {
     len: usize,
+    /// How long it was known to become when it was last computed.
+    total: usize,
     /// One a group.
     tables: Vec<Table>,
 }
@@ -73,7 +75,7 @@ impl KvCache {
     /// Begins a sequence.
     pub fn add(&mut self) -> SeqId {
         let tables = self.groups.iter().map(|_| Table::default()).collect();
-        let seq = Some(Sequence { len: 0, tables });
+        let seq = Some(Sequence { len: 0, total: 0, tables });
         match self.seqs.iter().position(Option::is_none) {
             Some(free) => {
                 self.seqs[free] = seq;
@@ -97,6 +99,11 @@ impl KvCache {
     /// Positions a sequence holds; `None` for one that has ended.
     pub fn len(&self, seq: SeqId) -> Option<usize> {
         Some(self.seqs.get(seq.0)?.as_ref()?.len)
+    }
+
+    /// How long a sequence was known to become when it was last computed.
+    pub(crate) fn total(&self, seq: SeqId) -> usize {
+        self.seqs.get(seq.0).and_then(Option::as_ref).map_or(0, |s| s.total)
     }
 
     /// Forgets the positions of a sequence from `len` on. Where a window has already given back blocks that the
@@ -148,6 +155,7 @@ impl KvCache {
         for span in &batch.spans {
             let seq = self.seqs[span.seq.0].as_mut().expect("spans were checked");
             seq.len += span.rows;
+            seq.total = span.total.max(seq.len);
             for (group, table) in self.groups.iter_mut().zip(&mut seq.tables) {
                 let keep = first_needed(group.window, seq.len) / KV_BLOCK;
                 while table.first < keep {

@@ -142,8 +142,14 @@ impl Model {
         let (cos, sin) = (&mut self.scratch.cos, &mut self.scratch.sin);
         cos.clear();
         sin.clear();
-        for position in batch.spans.iter().flat_map(|span| span.start..span.start + span.rows) {
-            self.config.rope.push_angles(position as u32, cos, sin);
+        let mut row = 0;
+        for span in &batch.spans {
+            let is_long = self.config.rope.is_long(span.total.max(span.start + span.rows));
+            for position in span.start..span.start + span.rows {
+                let own = batch.positions.get(row).copied().unwrap_or([position as u32; 3]);
+                self.config.rope.push_angles(own, is_long, cos, sin);
+                row += 1;
+            }
         }
         self.runner.forward(&self.config, batch, kv, &mut self.scratch, tap);
         kv.commit(batch);
@@ -183,10 +189,24 @@ impl Model {
             if span.rows == 0 || batch.spans[..i].iter().any(|s| s.seq == span.seq) {
                 return error(format!("span {i} is empty, or a second one of its sequence"));
             }
+            let (before, after) = (kv.total(span.seq), span.total.max(span.start + span.rows));
+            if span.start > 0 && self.config.rope.is_long(before) != self.config.rope.is_long(after) {
+                return error(format!(
+                    "span {i}: its sequence was computed as one of {before} positions and is now one of {after}, \
+                     which rotate otherwise: it must be computed again from its beginning"
+                ));
+            }
             if span.start + span.rows > MAX_POSITIONS {
                 return error(format!("span {i} goes past position {MAX_POSITIONS}"));
             }
             rows += span.rows;
+        }
+        if !batch.positions.is_empty() && batch.positions.len() != n {
+            return error(format!("{} positions for {n} rows", batch.positions.len()));
+        }
+        let deepstack = self.config.n_deepstack * batch.embeds.len();
+        if !batch.deepstack.is_empty() && batch.deepstack.len() != deepstack {
+            return error(format!("deepstack has {} numbers, expected {deepstack}", batch.deepstack.len()));
         }
         if rows != n || n == 0 {
             return error(format!("spans have {rows} rows, the batch {n}: expected as many, and at least one"));

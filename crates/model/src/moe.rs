@@ -2,12 +2,12 @@
 
 use crate::backend::{Backend, Job, MAX_JOBS};
 use crate::config::MoeConfig;
-use crate::weights::{Dense, Linear, Moe};
+use crate::weights::{Dense, Linear, Moe, Shared};
 use arrayvec::ArrayVec;
 use puna_kernels::Acts;
 use puna_kernels::ops::Activation;
 
-/// Buffers of [`forward`], reused from layer to layer.
+/// Buffers of [`MoeStep`], reused from layer to layer.
 #[derive(Default)]
 pub struct MoeScratch {
     /// Router logits, then scores, `[rows, n_experts]`.
@@ -30,6 +30,8 @@ pub struct MoeScratch {
     act: Acts,
     /// `[rows * used, dim]`
     down: Vec<f32>,
+    /// Output of the shared expert, `[rows, dim]`.
+    shared: Acts,
 }
 
 impl MoeScratch {
@@ -60,40 +62,79 @@ impl MoeScratch {
     }
 }
 
-/// `out[row]` = the weighted sum of the row's experts, in the order of rank.
-pub fn forward<B: Backend>(
-    b: &B,
-    moe: &Moe<B::Matrix>,
-    config: &MoeConfig,
-    activation: Activation,
-    x: &mut Acts,
-    s: &mut MoeScratch,
-    out: &mut Acts,
-) {
-    let (rows, dim, used) = (x.rows(), x.cols(), config.routing.used);
-    if rows == 0 {
-        return out.resize(0, dim);
-    }
-    s.scores.resize(rows * config.n_experts, 0.0);
-    b.linear(x, &mut [Job { linear: &moe.router, gather: None, out: &mut s.scores }]);
-    s.ids.resize(rows * used, 0);
-    s.weights.resize(rows * used, 0.0);
-    b.route(&config.routing, &mut s.scores, moe.correction.as_deref(), &mut s.ids, &mut s.weights);
-    s.sort(config.n_experts, used);
+/// What every layer's mixture is computed with.
+pub struct MoeStep<'a, B> {
+    /// The device.
+    pub b: &'a B,
+    /// The mixture.
+    pub config: &'a MoeConfig,
+    /// The gate of the experts.
+    pub activation: Activation,
+    /// Buffers.
+    pub s: &'a mut MoeScratch,
+}
 
-    s.gate.resize(rows * used * config.ffn_dim, 0.0);
-    s.up.resize(rows * used * config.ffn_dim, 0.0);
-    s.act.resize(rows * used, config.ffn_dim);
-    s.down.resize(rows * used * dim, 0.0);
-    let sorted = Sorted { starts: &s.starts, gather: &s.rows };
-    let gate = Projection { pick: |e| &e.gate, out: &mut s.gate };
-    let up = Projection { pick: |e| &e.up, out: &mut s.up };
-    project(b, &moe.experts, x, sorted, [gate, up]);
-    b.glu(activation, &s.gate, &s.up, &mut s.act);
-    let sorted = Sorted { starts: &s.starts, gather: &s.identity[..rows * used] };
-    project(b, &moe.experts, &mut s.act, sorted, [Projection { pick: |e| &e.down, out: &mut s.down }]);
-    out.resize(rows, dim);
-    b.weighted_sum(&s.down, &s.slots, &s.weights, out);
+impl<B: Backend> MoeStep<'_, B> {
+    /// `out[row]` = the weighted sum of the row's experts, in the order of rank, and of the shared one.
+    pub fn forward(&mut self, moe: &Moe<B::Matrix>, x: &mut Acts, out: &mut Acts) {
+        if x.rows() == 0 {
+            return out.resize(0, x.cols());
+        }
+        self.route(moe, x);
+        self.experts(&moe.experts, x, out);
+        if let Some(shared) = &moe.shared {
+            self.shared(shared, x, out);
+        }
+    }
+
+    fn route(&mut self, moe: &Moe<B::Matrix>, x: &mut Acts) {
+        let (rows, routing, s) = (x.rows(), &self.config.routing, &mut *self.s);
+        s.scores.resize(rows * self.config.n_experts, 0.0);
+        self.b.linear(x, &mut [Job { linear: &moe.router, gather: None, out: &mut s.scores }]);
+        s.ids.resize(rows * routing.used, 0);
+        s.weights.resize(rows * routing.used, 0.0);
+        self.b.route(routing, &mut s.scores, moe.correction.as_deref(), &mut s.ids, &mut s.weights);
+        s.sort(self.config.n_experts, routing.used);
+    }
+
+    fn experts(&mut self, experts: &[Dense<B::Matrix>], x: &mut Acts, out: &mut Acts) {
+        let (b, s, width) = (self.b, &mut *self.s, self.config.ffn_dim);
+        let n = s.rows.len();
+        s.gate.resize(n * width, 0.0);
+        s.up.resize(n * width, 0.0);
+        s.act.resize(n, width);
+        s.down.resize(n * x.cols(), 0.0);
+        let sorted = Sorted { starts: &s.starts, gather: &s.rows };
+        let gate = Projection { pick: |e| &e.gate, out: &mut s.gate };
+        let up = Projection { pick: |e| &e.up, out: &mut s.up };
+        project(b, experts, x, sorted, [gate, up]);
+        b.glu(self.activation, &s.gate, &s.up, &mut s.act);
+        let sorted = Sorted { starts: &s.starts, gather: &s.identity[..n] };
+        project(b, experts, &mut s.act, sorted, [Projection { pick: |e| &e.down, out: &mut s.down }]);
+        out.resize(x.rows(), x.cols());
+        b.weighted_sum(&s.down, &s.slots, &s.weights, out);
+    }
+
+    /// Adds the expert that every row has.
+    fn shared(&mut self, shared: &Shared<B::Matrix>, x: &mut Acts, out: &mut Acts) {
+        let (b, s, rows, width) = (self.b, &mut *self.s, x.rows(), self.config.shared_ffn_dim);
+        s.gate.resize(rows * width, 0.0);
+        s.up.resize(rows * width, 0.0);
+        s.act.resize(rows, width);
+        s.scores.resize(rows, 0.0);
+        let mut jobs = ArrayVec::<Job<B::Matrix>, 3>::new();
+        jobs.push(Job { linear: &shared.ffn.gate, gather: None, out: &mut s.gate });
+        jobs.push(Job { linear: &shared.ffn.up, gather: None, out: &mut s.up });
+        if let Some(gate) = &shared.gate {
+            jobs.push(Job { linear: gate, gather: None, out: &mut s.scores });
+        }
+        b.linear(x, &mut jobs);
+        drop(jobs);
+        b.glu(self.activation, &s.gate, &s.up, &mut s.act);
+        s.shared.resize(rows, x.cols());
+        b.linear(&mut s.act, &mut [Job { linear: &shared.ffn.down, gather: None, out: s.shared.values_mut() }]);
+        b.add_gated(out, &s.shared, shared.gate.is_some().then_some(&s.scores[..]));
+    }
 }
 
 /// Rows of an input in the order of experts.

@@ -224,6 +224,14 @@ impl Backend for Reference {
         }
     }
 
+    fn add_gated(&self, out: &mut Acts, h: &Acts, gate: Option<&[f32]>) {
+        let width = out.cols();
+        for (i, (o, &h)) in out.values_mut().iter_mut().zip(h.values()).enumerate() {
+            let scale = gate.map_or(1.0, |gate| 1.0 / (1.0 + (-f64::from(gate[i / width])).exp()));
+            *o = (f64::from(*o) + f64::from(h) * scale) as f32;
+        }
+    }
+
     fn select(&self, x: &Acts, rows: &[u32], out: &mut Acts) {
         let dim = x.cols();
         out.resize(rows.len(), dim);

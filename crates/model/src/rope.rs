@@ -10,12 +10,54 @@ use puna_kernels::math;
 pub struct Rope {
     /// Angle per position of each pair.
     pub inv_freq: Vec<f32>,
+    /// What takes its place in long sequences.
+    pub long: Option<LongRope>,
+    /// Which of three positions turns a pair; all are the same without sections.
+    pub sections: Option<Sections>,
     /// Multiplies cosines and sines (YaRN's attention factor).
     pub magnitude: f32,
     /// The kind of scaling, for people.
     pub kind: &'static str,
     /// The base, for people.
     pub theta: f32,
+}
+
+/// Longrope: sequences longer than the original context turn by other frequencies, from the first position on.
+#[derive(Clone, Debug, PartialEq)]
+pub struct LongRope {
+    /// The longest sequence that keeps the short list.
+    pub original_context: usize,
+    /// Angle per position of each pair.
+    pub inv_freq: Vec<f32>,
+}
+
+/// Multi-axis rotation: pairs turn by time, height or width.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Sections {
+    /// Pairs of each axis.
+    pub sizes: [usize; 3],
+    /// Axes take turns, pair by pair, as long as they have pairs left; otherwise they follow one another.
+    pub interleaved: bool,
+}
+
+impl Sections {
+    /// The axis of pair `i`.
+    fn axis(&self, i: usize) -> usize {
+        let [t, h, w] = self.sizes;
+        if self.interleaved {
+            match i % 3 {
+                1 if i < 3 * h => 1,
+                2 if i < 3 * w => 2,
+                _ => 0,
+            }
+        } else if i < t {
+            0
+        } else if i < t + h {
+            1
+        } else {
+            2
+        }
+    }
 }
 
 /// YaRN's parameters (arXiv 2309.00071), named as transformers names them.
@@ -35,12 +77,19 @@ pub struct Yarn {
 
 /// `1 / theta^(2i / width)` for each pair of `width` rotary dimensions.
 pub fn base_frequencies(theta: f32, width: usize) -> Vec<f32> {
-    (0..width / 2)
-        .map(|i| {
-            let exponent = (2 * i) as f32 / width as f32;
-            1.0 / (math::pow(f64::from(theta), f64::from(exponent)) as f32)
-        })
-        .collect()
+    base_wavelengths(theta, width).map(|w| 1.0 / w).collect()
+}
+
+/// `1 / (factor * theta^(2i / width))`, a factor for each pair.
+pub fn scaled_frequencies(theta: f32, width: usize, factors: &[f32]) -> Vec<f32> {
+    base_wavelengths(theta, width).zip(factors).map(|(w, f)| 1.0 / (f * w)).collect()
+}
+
+fn base_wavelengths(theta: f32, width: usize) -> impl Iterator<Item = f32> {
+    (0..width / 2).map(move |i| {
+        let exponent = (2 * i) as f32 / width as f32;
+        math::pow(f64::from(theta), f64::from(exponent)) as f32
+    })
 }
 
 impl Yarn {
@@ -79,11 +128,18 @@ impl Rope {
         self.inv_freq.len()
     }
 
-    /// Appends cosines and sines of one position.
-    pub fn push_angles(&self, position: u32, cos: &mut Vec<f32>, sin: &mut Vec<f32>) {
-        for freq in &self.inv_freq {
+    /// Whether a sequence of `len` positions turns by the long list.
+    pub fn is_long(&self, len: usize) -> bool {
+        self.long.as_ref().is_some_and(|long| len > long.original_context)
+    }
+
+    /// Appends cosines and sines of a position (time, height, width; the same number three times in text).
+    pub fn push_angles(&self, position: [u32; 3], is_long: bool, cos: &mut Vec<f32>, sin: &mut Vec<f32>) {
+        let list = self.long.as_ref().filter(|_| is_long).map_or(&self.inv_freq, |long| &long.inv_freq);
+        for (i, freq) in list.iter().enumerate() {
+            let axis = self.sections.map_or(0, |sections| sections.axis(i));
             // The angle is rounded to single precision, as in the reference.
-            let angle = position as f32 * freq;
+            let angle = position[axis] as f32 * freq;
             let (s, c) = math::sin_cos(f64::from(angle));
             cos.push(c as f32 * self.magnitude);
             sin.push(s as f32 * self.magnitude);
@@ -101,6 +157,14 @@ mod tests {
         for (f, e) in f.iter().zip([1.0, 0.1, 0.01, 0.001f32]) {
             assert!((f / e - 1.0).abs() < 1e-6, "{f} expected {e}");
         }
+    }
+
+    #[test]
+    fn sections_share_out_the_pairs() {
+        let axes =
+            |sizes, interleaved| -> Vec<usize> { (0..8).map(|i| Sections { sizes, interleaved }.axis(i)).collect() };
+        assert_eq!(axes([2, 3, 3], false), [0, 0, 1, 1, 1, 2, 2, 2]);
+        assert_eq!(axes([4, 2, 2], true), [0, 1, 2, 0, 1, 2, 0, 0]);
     }
 
     #[test]

@@ -72,6 +72,16 @@ pub struct Moe<M> {
     pub correction: Option<Vec<f32>>,
     /// The experts.
     pub experts: Vec<Dense<M>>,
+    /// The expert that every token has.
+    pub shared: Option<Shared<M>>,
+}
+
+/// An expert that every token has.
+pub struct Shared<M> {
+    /// The sigmoid of this row times the input scales the output, `[1, dim]`; without it the output stays as it is.
+    pub gate: Option<Linear<M>>,
+    /// The expert.
+    pub ffn: Dense<M>,
 }
 
 /// A projection.
@@ -106,7 +116,8 @@ impl<M> Weights<M> {
                 Ffn::Dense(f) => dense(f),
                 Ffn::Moe(m) => {
                     let used = config.moe.map_or(0, |moe| moe.routing.used);
-                    bytes(&m.router.weight) + m.experts.iter().take(used).map(dense).sum::<usize>()
+                    let shared = m.shared.as_ref().map_or(0, |s| dense(&s.ffn));
+                    bytes(&m.router.weight) + shared + m.experts.iter().take(used).map(dense).sum::<usize>()
                 }
             }
         };
@@ -138,6 +149,7 @@ impl<M> Layer<M> {
                     router: moe.router.map(f),
                     correction: moe.correction,
                     experts: moe.experts.into_iter().map(|expert| expert.map(f)).collect(),
+                    shared: moe.shared.map(|s| Shared { gate: s.gate.map(|gate| gate.map(f)), ffn: s.ffn.map(f) }),
                 })),
             },
             post_ffn_norm: self.post_ffn_norm,
