@@ -3,6 +3,8 @@
 
 use std::fmt::Debug;
 
+use puna_model::gguf::{self, Gguf, TensorType};
+
 /// A metadata value: type number and bytes as in the file.
 #[derive(Clone)]
 pub struct Value {
@@ -47,6 +49,26 @@ pub fn strings<S: AsRef<[u8]>>(elements: &[S]) -> Value {
     array(8, &elements.iter().map(string).collect::<Vec<_>>())
 }
 
+/// A value as it was read, to be written again.
+fn reread(value: gguf::Value) -> Value {
+    use gguf::Value as V;
+    match value {
+        V::U8(x) => u8(x),
+        V::I8(x) => i8(x),
+        V::U16(x) => u16(x),
+        V::I16(x) => i16(x),
+        V::U32(x) => u32(x),
+        V::I32(x) => i32(x),
+        V::F32(x) => f32(x),
+        V::Bool(x) => bool(x),
+        V::Str(x) => string(x),
+        V::Array(x) => array(x.elem() as _, &x.iter().map(reread).collect::<Vec<_>>()),
+        V::U64(x) => u64(x),
+        V::I64(x) => i64(x),
+        V::F64(x) => f64(x),
+    }
+}
+
 #[derive(Clone)]
 pub struct Tensor {
     pub name: Vec<u8>,
@@ -56,6 +78,13 @@ pub struct Tensor {
     pub ty: u32,
     pub offset: u64,
     pub data: Vec<u8>,
+}
+
+impl Tensor {
+    /// Outermost dimension first.
+    pub fn shape(&self) -> Vec<u64> {
+        self.dims.iter().rev().copied().collect()
+    }
 }
 
 /// A file to be. [`Builder::bytes`] writes what the fields say, true or not.
@@ -98,6 +127,46 @@ impl Builder {
     pub fn f32(self, name: &str, shape: &[u64]) -> Builder {
         let n = shape.iter().product::<u64>();
         self.tensor(name, shape, 0, (0..n).flat_map(|i| (i as f32).to_le_bytes()).collect())
+    }
+
+    /// All that a file holds.
+    pub fn read(file: &Gguf) -> Builder {
+        let keys = file.meta().iter().fold(Builder::new(), |b, (key, value)| b.key(key, reread(value)));
+        file.tensors().fold(keys, |b, t| {
+            let ty = match t.ty {
+                TensorType::Weight(dtype) => dtype as _,
+                TensorType::Other(other) => other.id,
+            };
+            b.tensor(&*t.name, &t.shape, ty, file.data(t).unwrap().to_vec())
+        })
+    }
+
+    /// The builder with another value of a key, or without it.
+    pub fn with(mut self, key: impl AsRef<[u8]>, value: impl Into<Option<Value>>) -> Builder {
+        self.keys.retain(|(k, _)| k != key.as_ref());
+        match value.into() {
+            Some(value) => self.key(key, value),
+            None => self,
+        }
+    }
+
+    /// The builder with the tensors that `change` makes of each; their offsets follow from their sizes.
+    pub fn map(self, mut change: impl FnMut(Tensor) -> Vec<Tensor>) -> Builder {
+        let rest = Builder { tensors: vec![], ..self.clone() };
+        let tensors = self.tensors.into_iter().flat_map(|t| change(t));
+        tensors.fold(rest, |b, t| b.tensor(&t.name, &t.shape(), t.ty, t.data))
+    }
+
+    /// [`Builder::map`] of one tensor.
+    pub fn edit(self, name: &str, change: impl FnOnce(Tensor) -> Vec<Tensor>) -> Builder {
+        let mut change = Some(change);
+        let edited = self.map(|t| if t.name == name.as_bytes() { change.take().unwrap()(t) } else { vec![t] });
+        assert!(change.is_none(), "no tensor {name}");
+        edited
+    }
+
+    pub fn without(self, name: &str) -> Builder {
+        self.edit(name, |_| vec![])
     }
 
     /// The builder with a change to the last tensor.
