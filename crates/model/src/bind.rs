@@ -3,9 +3,9 @@
 
 use crate::arch::{Arch, Norms};
 use crate::backend::Backend;
+use crate::checkpoint::{Checkpoint, Place, Tensor};
 use crate::config::{Config, MoeConfig};
-use crate::error::{Error, escape};
-use crate::gguf::{Gguf, TensorInfo};
+use crate::error::Error;
 use crate::weights::{Attn, Dense, Ffn, Layer, Linear, Moe, Norm, Shared, Weights};
 use puna_kernels::{Arith, MatrixSource};
 use std::cell::RefCell;
@@ -16,22 +16,21 @@ use std::ops::Range;
 pub struct Found {
     /// Its format, shape and bytes.
     pub source: MatrixSource,
-    /// Which file it is in, and where.
-    shard: usize,
-    range: Range<usize>,
+    /// Where its bytes are in a file, to give their memory back.
+    place: Option<Place>,
 }
 
 /// Called as weights are loaded: bytes done, bytes in all.
 pub type Progress<'a> = dyn FnMut(u64, u64) + 'a;
 
-/// Finds and checks all weights of a file, and brings none into memory.
+/// Finds and checks all weights of a checkpoint, and brings none into memory.
 ///
 /// # Errors
 /// [`Error::Tensor`] names the tensor that is missing, of another shape or type than the configuration says, or that
 /// nothing reads.
-pub fn bind(gguf: &Gguf, arch: &Arch, config: &Config) -> Result<Weights<Found>, Error> {
-    gguf.check()?;
-    let binder = Binder { gguf, arch, config, read: RefCell::default() };
+pub fn bind(from: &dyn Checkpoint, arch: &Arch, config: &Config) -> Result<Weights<Found>, Error> {
+    from.check()?;
+    let binder = Binder { from, arch, config, read: RefCell::default() };
     let weights = Weights {
         tok_embd: binder.linear("token_embd", [config.vocab_size, config.dim])?,
         layers: (0..config.n_layers).map(|l| binder.layer(l)).collect::<Result<_, _>>()?,
@@ -42,20 +41,19 @@ pub fn bind(gguf: &Gguf, arch: &Arch, config: &Config) -> Result<Weights<Found>,
     Ok(weights)
 }
 
-/// Brings bound weights into a device's form, and gives back the file's pages that it copied.
-pub fn load<B: Backend>(
-    backend: &B,
-    gguf: &Gguf,
-    weights: Weights<Found>,
-    progress: &mut Progress,
-) -> Weights<B::Matrix> {
-    let total = gguf.tensors().map(|t| t.bytes).sum();
+/// Brings bound weights into a device's form, and gives back the pages of files that it copied.
+pub fn load<B: Backend>(backend: &B, weights: Weights<Found>, progress: &mut Progress) -> Weights<B::Matrix> {
+    let mut total = 0;
+    let weights = weights.map(&mut |found: Found| {
+        total += found.source.bytes.len() as u64;
+        found
+    });
     let mut done = 0;
     weights.map(&mut |found: Found| {
         let bytes = found.source.bytes.len() as u64;
         let matrix = backend.matrix(found.source);
-        if backend.copies(&matrix) {
-            gguf.shards()[found.shard].map.release(found.range);
+        if let Some(place) = found.place.filter(|_| backend.copies(&matrix)) {
+            place.map.release(place.range);
         }
         done += bytes;
         progress(done, total);
@@ -63,8 +61,26 @@ pub fn load<B: Backend>(
     })
 }
 
+impl Found {
+    /// Part of its bytes as a matrix of `rows` rows.
+    fn slice(&self, bytes: Range<usize>, rows: usize) -> Found {
+        let source = MatrixSource {
+            dtype: self.source.dtype,
+            rows,
+            cols: self.source.cols,
+            bytes: self.source.bytes.slice(bytes.clone()),
+            order: None,
+        };
+        let place = self.place.as_ref().map(|place| {
+            let start = place.range.start;
+            Place { map: place.map.clone(), range: start + bytes.start..start + bytes.end }
+        });
+        Found { source, place }
+    }
+}
+
 struct Binder<'a> {
-    gguf: &'a Gguf,
+    from: &'a dyn Checkpoint,
     arch: &'a Arch,
     config: &'a Config,
     /// Tensors that were read.
@@ -92,7 +108,7 @@ impl Binder<'_> {
         let c = self.config;
         let name = |part: &str| format!("blk.{l}.{part}");
         let (q_dim, kv_dim) = (c.q_dim(), c.kv_dim());
-        let [q, k, v] = if self.gguf.find(&name("attn_qkv.weight")).is_some() {
+        let [q, k, v] = if self.has(&name("attn_qkv")) {
             let qkv = self.linear(&name("attn_qkv"), [q_dim + 2 * kv_dim, c.dim])?;
             [rows(&qkv, 0, q_dim), rows(&qkv, q_dim, kv_dim), rows(&qkv, q_dim + kv_dim, kv_dim)]
         } else {
@@ -102,7 +118,8 @@ impl Binder<'_> {
                 self.linear(&name("attn_v"), [kv_dim, c.dim])?,
             ]
         };
-        let order = |linear| if self.arch.interleaved { halves(linear, c.head_dim, 2 * c.rope.half()) } else { linear };
+        let interleaved = self.arch.interleaved && self.from.is_gguf();
+        let order = |linear| if interleaved { halves(linear, c.head_dim, 2 * c.rope.half()) } else { linear };
         Ok(Attn {
             q: order(q),
             k: order(k),
@@ -116,31 +133,27 @@ impl Binder<'_> {
     /// A norm of each head or of the whole row: its length tells.
     fn head_norm(&self, name: &str, row: usize) -> Result<Option<Norm>, Error> {
         let name = format!("{name}.weight");
-        let whole = self.gguf.find(&name).is_some_and(|info| info.elements() == row);
+        let whole = self.from.shape(&name).is_some_and(|shape| shape == [row]);
         let width = if whole { row } else { self.config.head_dim };
         Ok(self.vector(&name, width)?.map(|weight| Norm { weight, eps: self.config.norm_eps }))
     }
 
     fn ffn(&self, l: usize) -> Result<Ffn<Found>, Error> {
         let name = |part: &str| format!("blk.{l}.{part}");
-        let has_router = self.gguf.find(&name("ffn_gate_inp.weight")).is_some();
+        let has_router = self.has(&name("ffn_gate_inp"));
         match &self.config.moe {
             Some(moe) if has_router => Ok(Ffn::Moe(Box::new(self.moe(l, moe)?))),
             // A layer of a mixture may be dense; one with neither kind of tensor lacks its router.
-            Some(_) if self.gguf.find(&name("ffn_gate.weight")).is_none() => {
-                Err(self.missing(&name("ffn_gate_inp.weight")))
-            }
-            _ if self.gguf.find(&name("ffn_gate.weight")).is_none() && !self.is_missing_gate(l) => {
-                Ok(Ffn::Dense(self.fused_dense(l)?))
-            }
+            Some(_) if !self.has(&name("ffn_gate")) => Err(self.from.missing(&name("ffn_gate_inp.weight"))),
+            _ if !self.has(&name("ffn_gate")) && !self.is_missing_gate(l) => Ok(Ffn::Dense(self.fused_dense(l)?)),
             _ => Ok(Ffn::Dense(self.dense(name, self.config.ffn_dim)?)),
         }
     }
 
     /// Whether a layer without `ffn_gate` lacks it, and does not have it as the first half of `ffn_up`.
     fn is_missing_gate(&self, l: usize) -> bool {
-        let up = self.gguf.find(&format!("blk.{l}.ffn_up.weight"));
-        up.is_none_or(|up| up.rows() != 2 * self.config.ffn_dim)
+        let up = self.from.shape(&format!("blk.{l}.ffn_up.weight"));
+        up.is_none_or(|shape| shape != [2 * self.config.ffn_dim, self.config.dim])
     }
 
     /// Gate and up in one tensor, the gate first.
@@ -153,16 +166,14 @@ impl Binder<'_> {
 
     fn shared_expert(&self, l: usize, width: usize) -> Result<Option<Shared<Found>>, Error> {
         let name = |part: &str| format!("blk.{l}.{part}_shexp");
-        if self.gguf.find(&format!("{}.weight", name("ffn_gate"))).is_none() {
+        if !self.has(&name("ffn_gate")) {
             return Ok(None);
         }
-        // Some converters write the gate as a vector.
         let gate = name("ffn_gate_inp");
-        let info = self.gguf.find(&format!("{gate}.weight"));
-        let as_vector = info.is_some_and(|info| info.shape.len() == 1);
-        let gate = match info {
+        let gate = match self.from.shape(&format!("{gate}.weight")) {
             None => None,
-            Some(_) if as_vector => {
+            // Some converters write it as a vector.
+            Some(shape) if shape.len() == 1 => {
                 let weight = self.matrix(&format!("{gate}.weight"), &[self.config.dim])?;
                 Some(Linear { weight, bias: None })
             }
@@ -184,7 +195,7 @@ impl Binder<'_> {
         let (n, dim, width) = (moe.n_experts, self.config.dim, moe.ffn_dim);
         let router = self.linear(&name("ffn_gate_inp"), [n, dim])?;
         // Older files have a tensor for each expert.
-        let is_split = self.gguf.find(&name("ffn_gate.0.weight")).is_some();
+        let is_split = self.has(&name("ffn_gate.0"));
         let experts = if is_split {
             let expert = |e: usize| self.dense(|part| format!("blk.{l}.{part}.{e}"), width);
             (0..n).map(expert).collect::<Result<_, _>>()?
@@ -205,16 +216,13 @@ impl Binder<'_> {
 
     /// The experts of a merged tensor, one after the other.
     fn merged(&self, name: &str, shape: [usize; 3]) -> Result<impl Iterator<Item = Linear<Found>> + use<>, Error> {
-        let [n, rows, cols] = shape;
+        let [n, rows, _] = shape;
         let all = self.matrix(&format!("{name}.weight"), &shape)?;
         let bias = self.matrix_values(&format!("{name}.bias"), &[n, rows])?;
         let each = all.source.bytes.len() / n;
         Ok((0..n).map(move |e| {
-            let start = all.range.start + e * each;
-            let bytes = all.source.bytes.slice(e * each..(e + 1) * each);
-            let source = MatrixSource { dtype: all.source.dtype, rows, cols, bytes, order: None };
             let bias = bias.as_ref().map(|b| b[e * rows..(e + 1) * rows].to_vec());
-            Linear { weight: Found { source, shard: all.shard, range: start..start + each }, bias }
+            Linear { weight: all.slice(e * each..(e + 1) * each, rows), bias }
         }))
     }
 
@@ -225,26 +233,21 @@ impl Binder<'_> {
     }
 
     fn optional_linear(&self, name: &str, shape: [usize; 2]) -> Result<Option<Linear<Found>>, Error> {
-        match self.gguf.find(&format!("{name}.weight")) {
-            Some(_) => self.linear(name, shape).map(Some),
-            None => Ok(None),
-        }
+        self.has(name).then(|| self.linear(name, shape)).transpose()
     }
 
     fn required_norm(&self, name: &str, width: usize) -> Result<Norm, Error> {
         let name = format!("{name}.weight");
-        let weight = self.vector(&name, width)?.ok_or_else(|| self.missing(&name))?;
+        let weight = self.vector(&name, width)?.ok_or_else(|| self.from.missing(&name))?;
         Ok(Norm { weight, eps: self.config.norm_eps })
     }
 
     fn matrix(&self, name: &str, shape: &[usize]) -> Result<Found, Error> {
-        let info = self.find(name)?.ok_or_else(|| self.missing(name))?;
-        self.check_shape(info, shape)?;
-        let (dtype, bytes) = self.gguf.weight(info)?;
-        let start = info.offset as usize;
-        let range = start..start + bytes.len();
-        let source = MatrixSource { dtype, rows: info.rows(), cols: info.cols(), bytes, order: None };
-        Ok(Found { source, shard: info.shard, range })
+        let tensor = self.find(name, shape)?.ok_or_else(|| self.from.missing(name))?;
+        let cols = shape.last().copied().unwrap_or(1);
+        let rows = shape.iter().rev().skip(1).product();
+        let source = MatrixSource { dtype: tensor.dtype, rows, cols, bytes: tensor.bytes, order: None };
+        Ok(Found { source, place: tensor.place })
     }
 
     /// A vector in single precision; `None` where there is none.
@@ -253,50 +256,44 @@ impl Binder<'_> {
     }
 
     fn matrix_values(&self, name: &str, shape: &[usize]) -> Result<Option<Vec<f32>>, Error> {
-        let Some(info) = self.find(name)? else { return Ok(None) };
-        self.check_shape(info, shape)?;
-        let (dtype, bytes) = self.gguf.weight(info)?;
-        if dtype.format().arith != Arith::Float {
-            let what = format!("expected type F32, F16 or BF16, found {}", info.ty);
-            return Err(self.gguf.error(info, what));
+        let Some(tensor) = self.find(name, shape)? else { return Ok(None) };
+        if tensor.dtype.format().arith != Arith::Float {
+            let what = format!("expected type F32, F16 or BF16, found {}", tensor.dtype.name());
+            return Err(self.from.error(name, what));
         }
-        let mut values = vec![0.0; info.elements()];
-        (dtype.format().dequantize)(&bytes, &mut values);
+        let mut values = vec![0.0; shape.iter().product()];
+        (tensor.dtype.format().dequantize)(&tensor.bytes, &mut values);
         Ok(Some(values))
     }
 
-    fn find(&self, name: &str) -> Result<Option<&TensorInfo>, Error> {
-        let info = self.gguf.find(name);
-        if info.is_some() {
-            self.read.borrow_mut().insert(name.to_owned());
-        }
-        Ok(info)
+    /// Whether there is a projection of that name.
+    fn has(&self, name: &str) -> bool {
+        self.from.shape(&format!("{name}.weight")).is_some()
     }
 
-    fn missing(&self, name: &str) -> Error {
-        Error::tensor(self.gguf.path(), name, "missing: no such tensor in the file")
-    }
-
-    fn check_shape(&self, info: &TensorInfo, shape: &[usize]) -> Result<(), Error> {
-        if info.shape.iter().copied().eq(shape.iter().map(|&n| n as u64)) {
-            return Ok(());
+    /// The tensor of that name, whose shape must be the given one; `None` where there is none.
+    fn find(&self, name: &str, shape: &[usize]) -> Result<Option<Tensor>, Error> {
+        let Some(found) = self.from.shape(name) else { return Ok(None) };
+        self.read.borrow_mut().insert(name.to_owned());
+        if found != shape {
+            let what = format!("expected shape {shape:?} (outermost dimension first), found {found:?}");
+            return Err(self.from.error(name, what));
         }
-        let what = format!("expected shape {shape:?} (outermost dimension first), found {:?}", info.shape);
-        Err(self.gguf.error(info, what))
+        self.from.tensor(name).map(Some)
     }
 
     /// Tensors of layers that nothing read. Others (of a vision tower, of a later layer) do not touch the answer.
     fn check_unread(&self) -> Result<(), Error> {
         let read = self.read.borrow();
         let layer_of = |name: &str| name.strip_prefix("blk.")?.split('.').next()?.parse::<usize>().ok();
-        for info in self.gguf.tensors() {
-            let in_model = layer_of(&info.name).is_some_and(|l| l < self.config.n_layers);
-            if in_model && !read.contains(&*info.name) && !HARMLESS.iter().any(|part| info.name.contains(part)) {
+        for name in self.from.names() {
+            let in_model = layer_of(&name).is_some_and(|l| l < self.config.n_layers);
+            if in_model && !read.contains(&*name) && !HARMLESS.iter().any(|part| name.contains(part)) {
                 let what = format!(
                     "nothing in architecture {} reads it: the model needs what puna does not have",
-                    escape(self.config.arch)
+                    self.config.arch
                 );
-                return Err(self.gguf.error(info, what));
+                return Err(self.from.error(&name, what));
             }
         }
         Ok(())
@@ -308,13 +305,10 @@ const HARMLESS: &[&str] = &["rope_freqs", "rope.freqs", "attn_rot_embd", "rotary
 
 /// Rows `start..start + n` of a projection.
 fn rows(linear: &Linear<Found>, start: usize, n: usize) -> Linear<Found> {
-    let Found { source, shard, range } = &linear.weight;
-    let each = source.bytes.len() / source.rows;
-    let bytes = source.bytes.slice(start * each..(start + n) * each);
-    let source = MatrixSource { dtype: source.dtype, rows: n, cols: source.cols, bytes, order: None };
-    let range = range.start + start * each..range.start + (start + n) * each;
+    let each = linear.weight.source.bytes.len() / linear.weight.source.rows;
+    let weight = linear.weight.slice(start * each..(start + n) * each, n);
     let bias = linear.bias.as_ref().map(|b| b[start..start + n].to_vec());
-    Linear { weight: Found { source, shard: *shard, range }, bias }
+    Linear { weight, bias }
 }
 
 /// Brings rows from the order of adjacent pairs, `(2i, 2i + 1)`, into that of halves, `(i, i + half)`, head by head,

@@ -9,6 +9,7 @@ pub mod arch;
 pub mod backend;
 pub mod batch;
 pub mod bind;
+pub mod checkpoint;
 pub mod config;
 pub mod cpu;
 pub mod error;

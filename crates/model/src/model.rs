@@ -91,11 +91,11 @@ impl Model {
             BackendKind::Cpu => {
                 let cpu = Cpu::new(options.isa, options.threads, options.pack);
                 let threads = cpu.exec().pool.threads();
-                let weights = bind::load(&cpu, gguf, weights, progress);
+                let weights = bind::load(&cpu, weights, progress);
                 Box::new(Run(cpu, weights, threads))
             }
             BackendKind::Reference => {
-                let weights = bind::load(&Reference, gguf, weights, progress);
+                let weights = bind::load(&Reference, weights, progress);
                 Box::new(Run(Reference, weights, 1))
             }
         };
