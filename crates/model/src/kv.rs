@@ -11,6 +11,11 @@ use std::collections::VecDeque;
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct SeqId(usize);
 
+impl SeqId {
+    /// No sequence: what has ended.
+    pub const NONE: SeqId = SeqId(usize::MAX);
+}
+
 /// Keys and values of many sequences.
 pub struct KvCache {
     layout: KvLayout,

@@ -1,0 +1,82 @@
+//! What can go wrong between a model file and its text.
+
+use crate::sampler::SampleError;
+use puna_model::error::shown;
+use puna_text::TextError;
+use std::path::{Path, PathBuf};
+
+/// An error of the engine: one line.
+#[derive(Clone, Debug, PartialEq, thiserror::Error)]
+#[non_exhaustive]
+pub enum Error {
+    /// The model file, its weights or a batch.
+    #[error(transparent)]
+    Model(#[from] puna_model::Error),
+    /// The tokenizer or the chat template of a model.
+    #[error("{}: {source}", shown(path))]
+    Text {
+        /// The model's file.
+        path: PathBuf,
+        /// What is wrong.
+        source: TextError,
+    },
+    /// The tokenizer and the weights do not belong together.
+    #[error("{}: the vocabulary has {tokens} tokens, but token_embd.weight has only {rows} rows", shown(path))]
+    Vocabulary {
+        /// The model's file.
+        path: PathBuf,
+        /// Tokens of the vocabulary.
+        tokens: usize,
+        /// Rows of the embedding.
+        rows: usize,
+    },
+    /// Sampling parameters, of a request or of the model's file, or logits that nothing can be chosen from.
+    #[error(transparent)]
+    Sample(#[from] SampleError),
+    /// Text is asked of a model that has no tokenizer.
+    #[error("{}: the file has no tokenizer: only token ids can be used", shown(path))]
+    NoTokenizer {
+        /// The model's file.
+        path: PathBuf,
+    },
+    /// A chat is asked of a model that has no chat template.
+    #[error("{}: the file has no chat template; give one, or use the prompt as it is", shown(path))]
+    NoTemplate {
+        /// The model's file.
+        path: PathBuf,
+    },
+    /// A prompt without tokens.
+    #[error("the prompt is empty: it has no tokens, and the model has no token that begins a text")]
+    EmptyPrompt,
+    /// A prompt that does not fit.
+    #[error("the prompt has {prompt} tokens, but the context holds {ctx}, with at least one for the answer")]
+    ContextExceeded {
+        /// Tokens of the prompt.
+        prompt: usize,
+        /// Positions of the context.
+        ctx: usize,
+    },
+    /// A token id that the model does not have.
+    #[error("token id {id} is out of range: the vocabulary has {vocab}")]
+    TokenId {
+        /// The id.
+        id: u32,
+        /// Rows of the embedding.
+        vocab: usize,
+    },
+    /// A message of a chat that is no message.
+    #[error("message {index}: {what}")]
+    Message {
+        /// Which one, from 0.
+        index: usize,
+        /// What was expected and what was found.
+        what: String,
+    },
+}
+
+impl Error {
+    /// An error of the tokenizer or the template of the model at `path`.
+    pub fn text(path: &Path, source: TextError) -> Error {
+        Error::Text { path: path.to_owned(), source }
+    }
+}
