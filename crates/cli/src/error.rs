@@ -8,6 +8,9 @@ pub enum Error {
     /// A model file is not usable.
     #[error(transparent)]
     Model(#[from] puna_model::Error),
+    /// The engine cannot do what was asked.
+    #[error(transparent)]
+    Engine(#[from] puna::Error),
     /// A file that is no model could not be read or written.
     #[error("{}: {what}", path.display())]
     File {

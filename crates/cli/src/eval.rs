@@ -2,8 +2,9 @@
 
 use crate::error::Error;
 use clap::Args;
+use puna::ModelFiles;
 use puna_kernels::{Acts, Isa, KvType, Pool};
-use puna_model::{BackendKind, Batch, Gguf, KvCache, LoadOptions, Model, Row, SeqId, Span, Tap};
+use puna_model::{BackendKind, Batch, KvCache, LoadOptions, Model, Row, SeqId, Span, Tap};
 use safetensors::tensor::TensorView;
 use safetensors::{Dtype, SafeTensors};
 use std::collections::HashMap;
@@ -54,14 +55,15 @@ pub struct EvalArgs {
 
 /// Runs the command.
 pub fn run(args: &EvalArgs) -> Result<(), Error> {
-    let gguf = Gguf::open(&args.model)?;
+    // The whole file is checked, its tokenizer too.
+    let files = ModelFiles::open(&args.model)?;
     let options = LoadOptions {
         backend: if args.backend == "reference" { BackendKind::Reference } else { BackendKind::Cpu },
         isa: args.isa.unwrap_or_else(Isa::detect),
         threads: args.threads.unwrap_or_else(Pool::default_threads),
         pack: args.pack == "auto",
     };
-    let mut model = Model::load(&gguf, &options, &mut |_, _| {})?;
+    let mut model = Model::load(files.gguf(), &options, &mut |_, _| {})?;
     let input = match &args.input {
         Some(path) => Input::read(path, model.config().dim)?,
         None => Input { ids: args.tokens.clone(), ..Input::default() },

@@ -6,6 +6,10 @@ mod bench;
 mod error;
 mod eval;
 mod inspect;
+mod options;
+mod perplexity;
+mod progress;
+mod tokenize;
 
 use clap::{Parser, Subcommand};
 use std::process::ExitCode;
@@ -22,17 +26,26 @@ struct Cli {
 enum Command {
     /// Measure the speed of prompts, generation and batches
     Bench(bench::BenchArgs),
+    /// Turn token ids into text
+    Detokenize(tokenize::DetokenizeArgs),
     /// Compute logits of token ids, for comparison with a reference
     Eval(eval::EvalArgs),
     /// Show what a model file holds, what it takes to run it, and whether it can be run
     Inspect(inspect::InspectArgs),
+    /// Measure how well a model predicts a text
+    Perplexity(perplexity::PerplexityArgs),
+    /// Turn text into token ids
+    Tokenize(tokenize::TokenizeArgs),
 }
 
 fn main() -> ExitCode {
     let result = match Cli::parse().command {
         Command::Bench(args) => bench::run(&args),
+        Command::Detokenize(args) => tokenize::detokenize(&args),
         Command::Eval(args) => eval::run(&args),
         Command::Inspect(args) => inspect::run(&args),
+        Command::Perplexity(args) => perplexity::run(&args),
+        Command::Tokenize(args) => tokenize::tokenize(&args),
     };
     match result {
         Ok(()) => ExitCode::SUCCESS,

@@ -52,6 +52,11 @@ pub static ARCHS: &[Arch] = &[
     Arch { name: "olmo2", norms: Norms::After, ..PLAIN },
 ];
 
+/// The row of an architecture, by the name GGUF has for it.
+pub fn find(name: &str) -> Option<&'static Arch> {
+    ARCHS.iter().find(|arch| arch.name == name)
+}
+
 /// Its files do not say that the weights of the chosen experts stay as they are.
 fn qwen2moe(keys: &Keys, config: &mut Config) -> Result<(), Error> {
     if let Some(moe) = &mut config.moe {
@@ -194,7 +199,7 @@ impl<'a> Keys<'a> {
 pub fn from_gguf(gguf: &Gguf) -> Result<(&'static Arch, Config), Error> {
     let meta = gguf.meta();
     let name: &str = meta.require("general.architecture")?;
-    let arch = ARCHS.iter().find(|a| a.name == name).ok_or_else(|| {
+    let arch = find(name).ok_or_else(|| {
         let known: Vec<&str> = ARCHS.iter().map(|a| a.name).collect();
         let what = format!("architecture '{}' is not supported; supported are {}", escape(name), known.join(", "));
         meta.error("general.architecture", what)

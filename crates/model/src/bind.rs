@@ -3,20 +3,25 @@
 
 use crate::arch::{Arch, Norms};
 use crate::backend::Backend;
-use crate::checkpoint::{Checkpoint, Place, Tensor};
+use crate::checkpoint::{Checkpoint, Data, Place, Tensor};
 use crate::config::{Config, MoeConfig};
 use crate::error::Error;
 use crate::weights::{Attn, Dense, Ffn, Layer, Linear, Moe, Norm, Shared, Weights};
-use puna_kernels::{Arith, MatrixSource};
+use puna_kernels::{Arith, DType, MatrixSource};
 use std::cell::RefCell;
 use std::collections::HashSet;
 use std::ops::Range;
 
 /// A matrix that was found and checked, and is not yet in a device's form.
 pub struct Found {
-    /// Its format, shape and bytes.
-    pub source: MatrixSource,
-    /// Where its bytes are in a file, to give their memory back.
+    dtype: DType,
+    rows: usize,
+    cols: usize,
+    row_bytes: usize,
+    data: Data,
+    /// Row of the data that becomes row i; `None`: row i.
+    order: Option<Vec<u32>>,
+    /// What is read of a file, to give its memory back.
     place: Option<Place>,
 }
 
@@ -45,14 +50,15 @@ pub fn bind(from: &dyn Checkpoint, arch: &Arch, config: &Config) -> Result<Weigh
 pub fn load<B: Backend>(backend: &B, weights: Weights<Found>, progress: &mut Progress) -> Weights<B::Matrix> {
     let mut total = 0;
     let weights = weights.map(&mut |found: Found| {
-        total += found.source.bytes.len() as u64;
+        total += found.bytes();
         found
     });
     let mut done = 0;
     weights.map(&mut |found: Found| {
-        let bytes = found.source.bytes.len() as u64;
-        let matrix = backend.matrix(found.source);
-        if let Some(place) = found.place.filter(|_| backend.copies(&matrix)) {
+        let (bytes, is_made) = (found.bytes(), matches!(found.data, Data::Made(..)));
+        let Found { dtype, rows, cols, data, order, place, .. } = found;
+        let matrix = backend.matrix(MatrixSource { dtype, rows, cols, bytes: data.read(), order });
+        if let Some(place) = place.filter(|_| is_made || backend.copies(&matrix)) {
             place.map.release(place.range);
         }
         done += bytes;
@@ -62,20 +68,23 @@ pub fn load<B: Backend>(backend: &B, weights: Weights<Found>, progress: &mut Pro
 }
 
 impl Found {
-    /// Part of its bytes as a matrix of `rows` rows.
-    fn slice(&self, bytes: Range<usize>, rows: usize) -> Found {
-        let source = MatrixSource {
-            dtype: self.source.dtype,
-            rows,
-            cols: self.source.cols,
-            bytes: self.source.bytes.slice(bytes.clone()),
-            order: None,
-        };
-        let place = self.place.as_ref().map(|place| {
-            let start = place.range.start;
-            Place { map: place.map.clone(), range: start + bytes.start..start + bytes.end }
+    /// Bytes of the matrix before it is in a device's form.
+    fn bytes(&self) -> u64 {
+        self.rows as u64 * self.row_bytes as u64
+    }
+
+    /// Some of its rows, which are in the order of the data.
+    fn slice(&self, rows: Range<usize>) -> Found {
+        let (n, row_bytes) = (rows.len(), self.row_bytes);
+        let place = self.place.as_ref().map(|place| match self.data {
+            Data::Stored(_) => {
+                let start = place.range.start;
+                Place { map: place.map.clone(), range: start + rows.start * row_bytes..start + rows.end * row_bytes }
+            }
+            Data::Made(..) => place.clone(),
         });
-        Found { source, place }
+        let data = self.data.slice(rows, row_bytes);
+        Found { dtype: self.dtype, rows: n, cols: self.cols, row_bytes, data, order: None, place }
     }
 }
 
@@ -219,10 +228,9 @@ impl Binder<'_> {
         let [n, rows, _] = shape;
         let all = self.matrix(&format!("{name}.weight"), &shape)?;
         let bias = self.matrix_values(&format!("{name}.bias"), &[n, rows])?;
-        let each = all.source.bytes.len() / n;
         Ok((0..n).map(move |e| {
             let bias = bias.as_ref().map(|b| b[e * rows..(e + 1) * rows].to_vec());
-            Linear { weight: all.slice(e * each..(e + 1) * each, rows), bias }
+            Linear { weight: all.slice(e * rows..(e + 1) * rows), bias }
         }))
     }
 
@@ -246,8 +254,11 @@ impl Binder<'_> {
         let tensor = self.find(name, shape)?.ok_or_else(|| self.from.missing(name))?;
         let cols = shape.last().copied().unwrap_or(1);
         let rows = shape.iter().rev().skip(1).product();
-        let source = MatrixSource { dtype: tensor.dtype, rows, cols, bytes: tensor.bytes, order: None };
-        Ok(Found { source, place: tensor.place })
+        let Tensor { dtype, data, place } = tensor;
+        let row_bytes = dtype.row_bytes(cols).ok_or_else(|| {
+            self.from.error(name, format!("row length {cols} is not a whole number of {} blocks", dtype.name()))
+        })?;
+        Ok(Found { dtype, rows, cols, row_bytes, data, order: None, place })
     }
 
     /// A vector in single precision; `None` where there is none.
@@ -262,7 +273,7 @@ impl Binder<'_> {
             return Err(self.from.error(name, what));
         }
         let mut values = vec![0.0; shape.iter().product()];
-        (tensor.dtype.format().dequantize)(&tensor.bytes, &mut values);
+        (tensor.dtype.format().dequantize)(&tensor.data.read(), &mut values);
         Ok(Some(values))
     }
 
@@ -282,12 +293,14 @@ impl Binder<'_> {
         self.from.tensor(name).map(Some)
     }
 
-    /// Tensors of layers that nothing read. Others (of a vision tower, of a later layer) do not touch the answer.
+    /// Tensors of layers, embedding or output that nothing read. Others (of a vision tower, of a later layer) do not
+    /// touch the answer.
     fn check_unread(&self) -> Result<(), Error> {
         let read = self.read.borrow();
         let layer_of = |name: &str| name.strip_prefix("blk.")?.split('.').next()?.parse::<usize>().ok();
         for name in self.from.names() {
-            let in_model = layer_of(&name).is_some_and(|l| l < self.config.n_layers);
+            let in_layer = layer_of(&name).is_some_and(|l| l < self.config.n_layers);
+            let in_model = in_layer || name.starts_with("token_embd") || name.starts_with("output");
             if in_model && !read.contains(&*name) && !HARMLESS.iter().any(|part| name.contains(part)) {
                 let what = format!(
                     "nothing in architecture {} reads it: the model needs what puna does not have",
@@ -305,8 +318,7 @@ const HARMLESS: &[&str] = &["rope_freqs", "rope.freqs", "attn_rot_embd", "rotary
 
 /// Rows `start..start + n` of a projection.
 fn rows(linear: &Linear<Found>, start: usize, n: usize) -> Linear<Found> {
-    let each = linear.weight.source.bytes.len() / linear.weight.source.rows;
-    let weight = linear.weight.slice(start * each..(start + n) * each, n);
+    let weight = linear.weight.slice(start..start + n);
     let bias = linear.bias.as_ref().map(|b| b[start..start + n].to_vec());
     Linear { weight, bias }
 }
@@ -314,7 +326,6 @@ fn rows(linear: &Linear<Found>, start: usize, n: usize) -> Linear<Found> {
 /// Brings rows from the order of adjacent pairs, `(2i, 2i + 1)`, into that of halves, `(i, i + half)`, head by head,
 /// within the rotary width. Rows are independent in every format, and a bias moves with its row.
 fn halves(mut linear: Linear<Found>, head_dim: usize, width: usize) -> Linear<Found> {
-    let source = &mut linear.weight.source;
     let place = |row: usize| {
         let (head, i) = (row / head_dim * head_dim, row % head_dim);
         let half = width / 2;
@@ -324,10 +335,10 @@ fn halves(mut linear: Linear<Found>, head_dim: usize, width: usize) -> Linear<Fo
             _ => head + 2 * (i - half) + 1,
         }
     };
-    let order: Vec<u32> = (0..source.rows).map(|row| place(row) as u32).collect();
+    let order: Vec<u32> = (0..linear.weight.rows).map(|row| place(row) as u32).collect();
     if let Some(bias) = &mut linear.bias {
         *bias = order.iter().map(|&row| bias[row as usize]).collect();
     }
-    source.order = Some(order);
+    linear.weight.order = Some(order);
     linear
 }

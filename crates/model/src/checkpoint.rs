@@ -1,15 +1,23 @@
 //! Where weights come from. Whatever the files call them, here tensors have GGUF's names, and shapes are outermost
 //! dimension first.
 
+use crate::arch::{self, Arch};
+use crate::config::Config;
 use crate::error::Error;
 use crate::gguf::{Gguf, TensorInfo};
 use crate::map::Map;
 use bytes::Bytes;
 use puna_kernels::DType;
 use std::ops::Range;
+use std::sync::Arc;
 
-/// A model's tensors by name.
+/// A model's configuration, and its tensors by name.
 pub trait Checkpoint {
+    /// The row of its architecture, and what the model is.
+    ///
+    /// # Errors
+    /// Names the key that is missing, of another type, out of range, or asks for what puna cannot do.
+    fn config(&self) -> Result<(&'static Arch, Config), Error>;
     /// Whether q and k rows are in the order that GGUF files of their architecture have.
     fn is_gguf(&self) -> bool;
     /// # Errors
@@ -34,13 +42,47 @@ pub trait Checkpoint {
 pub struct Tensor {
     /// Their format.
     pub dtype: DType,
-    /// Rows one after the other.
-    pub bytes: Bytes,
-    /// Where the bytes are in a file; `None` where they are in memory of their own.
+    /// The elements themselves.
+    pub data: Data,
+    /// What is read of a file to get them; `None` where they are in memory of their own.
     pub place: Option<Place>,
 }
 
+/// Rows of a tensor, counted over all its outer dimensions.
+#[derive(Clone)]
+pub enum Data {
+    /// One after the other, as they are multiplied with.
+    Stored(Bytes),
+    /// Some of the rows of a tensor that is stored in another form.
+    Made(Arc<dyn MakeRows>, Range<usize>),
+}
+
+/// Rows that are made when they are wanted, so that a model is never in memory in two forms.
+pub trait MakeRows: Send + Sync {
+    /// The rows of `range`, one after the other.
+    fn rows(&self, range: Range<usize>) -> Bytes;
+}
+
+impl Data {
+    /// The elements, one row after the other.
+    pub fn read(&self) -> Bytes {
+        match self {
+            Data::Stored(bytes) => bytes.clone(),
+            Data::Made(rows, range) => rows.rows(range.clone()),
+        }
+    }
+
+    /// Rows `rows` of it, of `row_bytes` each where they are stored.
+    pub fn slice(&self, rows: Range<usize>, row_bytes: usize) -> Data {
+        match self {
+            Data::Stored(bytes) => Data::Stored(bytes.slice(rows.start * row_bytes..rows.end * row_bytes)),
+            Data::Made(all, range) => Data::Made(all.clone(), range.start + rows.start..range.start + rows.end),
+        }
+    }
+}
+
 /// A range of a mapped file.
+#[derive(Clone)]
 pub struct Place {
     /// The file.
     pub map: Map,
@@ -49,6 +91,10 @@ pub struct Place {
 }
 
 impl Checkpoint for Gguf {
+    fn config(&self) -> Result<(&'static Arch, Config), Error> {
+        arch::from_gguf(self)
+    }
+
     fn is_gguf(&self) -> bool {
         true
     }
@@ -70,7 +116,8 @@ impl Checkpoint for Gguf {
         let (dtype, bytes) = self.weight(info)?;
         let start = info.offset as usize;
         let map = self.shards()[info.shard].map.clone();
-        Ok(Tensor { dtype, place: Some(Place { map, range: start..start + bytes.len() }), bytes })
+        let place = Place { map, range: start..start + bytes.len() };
+        Ok(Tensor { dtype, data: Data::Stored(bytes), place: Some(place) })
     }
 
     fn error(&self, name: &str, what: String) -> Error {

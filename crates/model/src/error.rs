@@ -41,6 +41,30 @@ pub enum Error {
         /// The field, what was expected and what was found.
         what: String,
     },
+    /// The file is no safetensors file, or its header breaks the format.
+    #[error("{}: safetensors {what}", shown(path))]
+    Safetensors {
+        /// The file.
+        path: PathBuf,
+        /// The part of the header, what was expected and what was found.
+        what: String,
+    },
+    /// A JSON file cannot be read.
+    #[error("{}: expected a JSON object: {what}", shown(path))]
+    Json {
+        /// The file.
+        path: PathBuf,
+        /// What is wrong, and where.
+        what: String,
+    },
+    /// A folder does not have the files of a model.
+    #[error("{}: {what}", shown(path))]
+    Folder {
+        /// The folder.
+        path: PathBuf,
+        /// What was looked for and what was found.
+        what: String,
+    },
     /// A metadata key is missing or has an unusable value.
     #[error("{}: key \"{}\": {what}", shown(path), escape(key))]
     Key {

@@ -21,6 +21,7 @@ mod model;
 mod moe;
 pub mod reference;
 pub mod rope;
+pub mod timed;
 pub mod weights;
 
 pub use batch::{Batch, Outputs, Row, Span};

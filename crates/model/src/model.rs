@@ -1,16 +1,16 @@
 //! A loaded model: from a file to logits.
 
-use crate::arch;
 use crate::backend::Backend;
 use crate::batch::{Batch, Row};
 use crate::bind::{self, Progress};
+use crate::checkpoint::Checkpoint;
 use crate::config::Config;
 use crate::cpu::Cpu;
 use crate::error::Error;
 use crate::forward::{self, Scratch, Tap};
-use crate::gguf::Gguf;
 use crate::kv::KvCache;
 use crate::reference::Reference;
+use crate::timed::{Profile, Timed};
 use crate::weights::Weights;
 use puna_kernels::{Isa, KvType, Pool};
 
@@ -35,12 +35,14 @@ pub struct LoadOptions {
     pub threads: usize,
     /// Rearrange weights for speed; otherwise they are used as the file stores them, without being copied.
     pub pack: bool,
+    /// Keep time of each kind of operation, for [`Model::take_profile`].
+    pub profile: bool,
 }
 
 impl Default for LoadOptions {
     fn default() -> LoadOptions {
         let threads = Pool::default_threads();
-        LoadOptions { backend: BackendKind::Cpu, isa: Isa::detect(), threads, pack: true }
+        LoadOptions { backend: BackendKind::Cpu, isa: Isa::detect(), threads, pack: true, profile: false }
     }
 }
 
@@ -56,9 +58,33 @@ trait Runner {
     fn forward(&self, config: &Config, batch: &Batch, kv: &mut KvCache, scratch: &mut Scratch, tap: &mut dyn Tap);
     fn threads(&self) -> usize;
     fn bytes_per_step(&self, config: &Config) -> usize;
+    fn take_profile(&self) -> Profile {
+        Profile::default()
+    }
 }
 
 struct Run<B: Backend>(B, Weights<B::Matrix>, usize);
+
+/// The same with a clock.
+struct TimedRun<B: Backend>(Run<Timed<B>>);
+
+impl<B: Backend> Runner for TimedRun<B> {
+    fn forward(&self, config: &Config, batch: &Batch, kv: &mut KvCache, scratch: &mut Scratch, tap: &mut dyn Tap) {
+        self.0.forward(config, batch, kv, scratch, tap);
+    }
+
+    fn threads(&self) -> usize {
+        self.0.threads()
+    }
+
+    fn bytes_per_step(&self, config: &Config) -> usize {
+        self.0.bytes_per_step(config)
+    }
+
+    fn take_profile(&self) -> Profile {
+        self.0.0.take()
+    }
+}
 
 impl<B: Backend> Runner for Run<B> {
     fn forward(&self, config: &Config, batch: &Batch, kv: &mut KvCache, scratch: &mut Scratch, tap: &mut dyn Tap) {
@@ -76,23 +102,28 @@ impl<B: Backend> Runner for Run<B> {
 }
 
 impl Model {
-    /// Loads a model from a GGUF file.
+    /// Loads a model: a [`Gguf`](crate::Gguf) file, a [`Folder`](crate::hf::Folder), a [`Source`](crate::Source) that
+    /// is one of them, or whatever else gives a configuration and tensors.
     ///
     /// # Errors
-    /// Whatever is wrong with the file, before any weight is read into memory; an architecture or a tensor that is
+    /// Whatever is wrong with the files, before any weight is read into memory; an architecture or a tensor that is
     /// not supported is named.
-    pub fn load(gguf: &Gguf, options: &LoadOptions, progress: &mut Progress) -> Result<Model, Error> {
+    pub fn load(from: &dyn Checkpoint, options: &LoadOptions, progress: &mut Progress) -> Result<Model, Error> {
         if !Isa::available().contains(&options.isa) {
             return Err(Error::Isa { isa: options.isa });
         }
-        let (arch, config) = arch::from_gguf(gguf)?;
-        let weights = bind::bind(gguf, arch, &config)?;
+        let (arch, config) = from.config()?;
+        let weights = bind::bind(from, arch, &config)?;
         let runner: Box<dyn Runner + Send> = match options.backend {
             BackendKind::Cpu => {
                 let cpu = Cpu::new(options.isa, options.threads, options.pack);
                 let threads = cpu.exec().pool.threads();
                 let weights = bind::load(&cpu, weights, progress);
-                Box::new(Run(cpu, weights, threads))
+                if options.profile {
+                    Box::new(TimedRun(Run(Timed::new(cpu), weights, threads)))
+                } else {
+                    Box::new(Run(cpu, weights, threads))
+                }
             }
             BackendKind::Reference => {
                 let weights = bind::load(&Reference, weights, progress);
@@ -110,6 +141,11 @@ impl Model {
     /// Threads it runs on.
     pub fn threads(&self) -> usize {
         self.runner.threads()
+    }
+
+    /// Time of each kind of operation since the last call; empty unless [`LoadOptions::profile`] was set.
+    pub fn take_profile(&self) -> Profile {
+        self.runner.take_profile()
     }
 
     /// Bytes of weights that one token reads: all but the embedding table and the experts that are not chosen.

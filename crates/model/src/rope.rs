@@ -122,6 +122,49 @@ impl Yarn {
     }
 }
 
+/// Llama 3.1's scaling: slow pairs are divided by a factor, fast ones stay, those between are blended.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Llama3 {
+    /// Divides slow pairs.
+    pub factor: f32,
+    /// Turns over the original context below which a pair is slow.
+    pub low_freq_factor: f32,
+    /// Turns above which it is fast; above `low_freq_factor`.
+    pub high_freq_factor: f32,
+    /// Positions before scaling.
+    pub original_context: usize,
+}
+
+impl Llama3 {
+    /// Frequencies as transformers computes them, in single precision.
+    pub fn frequencies(&self, theta: f32, width: usize) -> Vec<f32> {
+        let (low, high, context) = (self.low_freq_factor, self.high_freq_factor, self.original_context as f32);
+        let scale = |freq: f32| {
+            let wavelength = 2.0 * std::f32::consts::PI / freq;
+            if wavelength < context / high {
+                freq
+            } else if wavelength > context / low {
+                freq / self.factor
+            } else {
+                let smooth = (context / wavelength - low) / (high - low);
+                (1.0 - smooth) * freq / self.factor + smooth * freq
+            }
+        };
+        base_frequencies(theta, width).into_iter().map(scale).collect()
+    }
+}
+
+impl LongRope {
+    /// What cosines and sines are multiplied by in sequences of any length, where the context became `factor` times
+    /// longer: `sqrt(1 + ln(factor) / ln(original))`.
+    pub fn magnitude(factor: f32, original_context: usize) -> f32 {
+        if factor <= 1.0 {
+            return 1.0;
+        }
+        (1.0 + math::ln(f64::from(factor)) / math::ln(original_context as f64)).sqrt() as f32
+    }
+}
+
 impl Rope {
     /// Pairs that rotate.
     pub fn half(&self) -> usize {

@@ -5,8 +5,9 @@ use super::report::{
     Entry, Experts, File, Memory, Report, Rope, Shape, Special, Summary, Tensor, Tokenizer, TypeShare, Window,
 };
 use crate::error::Error;
+use puna::ModelFiles;
 use puna_kernels::{KV_BLOCK, KvLayout, KvType};
-use puna_model::gguf::{Array, FromValue, Metadata, Strings, TensorInfo, Value};
+use puna_model::gguf::{Array, FromValue, Metadata, Strings, TensorInfo, Value, ValueType};
 use puna_model::{Config, Gguf, arch, bind};
 use serde_json::json;
 use std::borrow::Cow;
@@ -19,7 +20,7 @@ use std::path::Path;
 /// Only when the container cannot be read.
 pub fn report(path: &Path, ctx: Option<u64>, kv: KvType) -> Result<Report, Error> {
     let gguf = Gguf::open(path)?;
-    let (config, reasons) = check(&gguf);
+    let (config, reasons, notices) = check(&gguf, path);
     let file = |s: &puna_model::gguf::Shard| File {
         path: s.path.clone(),
         bytes: s.map.len() as u64,
@@ -30,27 +31,37 @@ pub fn report(path: &Path, ctx: Option<u64>, kv: KvType) -> Result<Report, Error
         summary: summary(&gguf, config.as_ref(), ctx, kv),
         runs: reasons.is_empty(),
         reasons,
+        notices,
         metadata: gguf.meta().iter().map(|(key, value)| entry(key, value)).collect(),
         tensors: gguf.tensors().map(tensor).collect(),
     })
 }
 
-/// What loading the model would refuse, and its configuration where that can be read in spite of it.
-fn check(gguf: &Gguf) -> (Option<Config>, Vec<String>) {
+/// The configuration as far as it can be read, what loading the model would refuse, and what it would ignore.
+fn check(gguf: &Gguf, path: &Path) -> (Option<Config>, Vec<String>, Vec<String>) {
     let mut reasons: Vec<String> = gguf.problems().iter().map(ToString::to_string).collect();
-    match arch::from_gguf(gguf) {
+    let config = match arch::from_gguf(gguf) {
         Ok((arch, config)) => {
             // Binding refuses a file with problems for the first of them.
             if reasons.is_empty() {
                 reasons.extend(bind::bind(gguf, arch, &config).err().map(|e| e.to_string()));
             }
-            (Some(config), reasons)
+            Some(config)
         }
         Err(e) => {
             reasons.push(e.to_string());
-            (None, reasons)
+            None
         }
-    }
+    };
+    // The container is good, so that what fails here is the tokenizer or what else lies beside the weights.
+    let notices = match ModelFiles::open(path) {
+        Ok(files) => files.notices().to_vec(),
+        Err(e) => {
+            reasons.push(e.to_string());
+            Vec::new()
+        }
+    };
+    (config, reasons, notices)
 }
 
 fn entry(key: &str, value: Value) -> Entry {
@@ -60,14 +71,17 @@ fn entry(key: &str, value: Value) -> Entry {
 /// Longest array that is written in full.
 const MAX_ELEMENTS: usize = 64;
 
-/// A value as JSON: text with U+FFFD for what is no UTF-8, numbers that are not finite as text.
+/// A value as JSON: of a long or nested array its type and length, text with U+FFFD for what is no UTF-8, numbers that
+/// are not finite as text.
 fn json_value(value: Value) -> serde_json::Value {
     match value {
         Value::Bool(x) => x.into(),
         Value::F32(x) => json_float(x.into(), &x.to_string()),
         Value::F64(x) => json_float(x, &x.to_string()),
         Value::Str(x) => String::from_utf8_lossy(x).into(),
-        Value::Array(a) if a.len() <= MAX_ELEMENTS => a.iter().map(json_value).collect(),
+        Value::Array(a) if a.len() <= MAX_ELEMENTS && a.elem() != ValueType::Array => {
+            a.iter().map(json_value).collect()
+        }
         Value::Array(a) => json!({"type": a.elem().name(), "len": a.len()}),
         Value::U64(x) => x.into(),
         // Every other integer fits.

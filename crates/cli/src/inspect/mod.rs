@@ -24,7 +24,7 @@ Shapes are written outermost dimension first: [rows, columns]. kB, MB and GB are
 pub struct InspectArgs {
     /// GGUF file; of a split model, any of its files
     model: PathBuf,
-    /// One JSON object with everything: summary, reasons, metadata (arrays longer than 64 as type and length), tensors
+    /// One JSON object with everything; of arrays longer than 64, type and length
     #[arg(long)]
     json: bool,
     /// Positions that one sequence may have, for the memory that takes [default: the model's context, 4096 at most]
@@ -64,7 +64,7 @@ impl Formatter for Printable {
     fn write_string_fragment<W: ?Sized + Write>(&mut self, out: &mut W, fragment: &str) -> io::Result<()> {
         let mut shown = 0;
         for (at, c) in fragment.char_indices() {
-            if c != '\'' && c.escape_debug().len() > 1 {
+            if !is_printable(c) {
                 out.write_all(&fragment.as_bytes()[shown..at])?;
                 for unit in c.encode_utf16(&mut [0; 2]) {
                     write!(out, "\\u{unit:04x}")?;
@@ -74,6 +74,11 @@ impl Formatter for Printable {
         }
         out.write_all(&fragment.as_bytes()[shown..])
     }
+}
+
+/// Whether a terminal shows a character and does nothing else.
+fn is_printable(c: char) -> bool {
+    matches!(c, '\'' | '"' | '\\') || c.escape_debug().len() == 1
 }
 
 #[cfg(test)]

@@ -16,6 +16,8 @@ pub struct Report {
     pub runs: bool,
     /// Why not.
     pub reasons: Vec<String>,
+    /// What the file asks for and puna does not do, without harm to the answer.
+    pub notices: Vec<String>,
     /// Metadata in the order of the file.
     #[serde(serialize_with = "as_map")]
     pub metadata: Vec<Entry>,
@@ -39,7 +41,7 @@ pub struct File {
 pub struct Entry {
     /// Its name.
     pub key: String,
-    /// Its value; of a long array, type and length.
+    /// Its value; of a long or nested array, type and length.
     pub value: serde_json::Value,
     /// Its value on one short line, escaped.
     pub shown: String,

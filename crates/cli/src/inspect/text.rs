@@ -1,9 +1,10 @@
 //! The report for people.
 
+use super::is_printable;
 use super::report::{Experts, Report, Rope, Summary, Tensor, Tokenizer, Window};
 use puna_model::error::{escape, shown};
 use std::collections::HashMap;
-use std::fmt::Display;
+use std::fmt::{self, Display, Write as _};
 use std::io::{self, Write};
 
 /// Writes the report: the summary, then metadata, then tensors.
@@ -15,14 +16,26 @@ pub fn write(report: &Report, all_tensors: bool, out: &mut impl Write) -> io::Re
     writeln!(out)?;
     match &report.reasons[..] {
         [] => writeln!(out, "runs: yes")?,
-        reasons => reasons.iter().try_for_each(|reason| writeln!(out, "runs: no: {reason}"))?,
+        reasons => reasons.iter().try_for_each(|reason| writeln!(out, "runs: no: {}", OneLine(reason)))?,
     }
+    report.notices.iter().try_for_each(|notice| writeln!(out, "notice: {}", OneLine(notice)))?;
     writeln!(out, "\nmetadata: {} keys", report.metadata.len())?;
     for entry in &report.metadata {
         writeln!(out, "  {} = {}", escape(&entry.key), entry.shown)?;
     }
     writeln!(out, "\ntensors: {}", report.tensors.len())?;
     tensors(&report.tensors, all_tensors, out)
+}
+
+/// A message. What it quotes should be escaped already; if not, the characters that do harm are.
+struct OneLine<'a>(&'a str);
+
+impl Display for OneLine<'_> {
+    fn fmt(&self, f: &mut fmt::Formatter) -> fmt::Result {
+        self.0
+            .chars()
+            .try_for_each(|c| if is_printable(c) { f.write_char(c) } else { write!(f, "{}", c.escape_debug()) })
+    }
 }
 
 fn line(out: &mut impl Write, label: &str, what: impl Display) -> io::Result<()> {
@@ -65,7 +78,7 @@ fn summary(s: &Summary, n_tensors: usize, out: &mut impl Write) -> io::Result<()
     if let Some(t) = &s.tokenizer {
         tokenizer(t, out)?;
     }
-    memory(s, out)
+    if n_tensors == 0 { Ok(()) } else { memory(s, out) }
 }
 
 fn rope(rope: &Rope, head_dim: Option<usize>) -> String {
@@ -333,4 +346,75 @@ fn thousands(n: u64) -> String {
         text.push(digit);
     }
     text
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn numbers_are_short_and_true() {
+        let shown = [0, 999, 1000, 9_994, 9_995, 99_949, 99_950, 999_499, 999_500, u64::MAX].map(bytes);
+        let expected =
+            ["0 B", "999 B", "1.00 kB", "9.99 kB", "10.0 kB", "99.9 kB", "100 kB", "999 kB", "1.00 MB", "18.4 EB"];
+        assert_eq!(shown, expected);
+        assert_eq!([0, 999, 1000, 1_234_567].map(thousands), ["0", "999", "1,000", "1,234,567"]);
+        assert_eq!(count(134_515_008), "134,515,008 (134.5 million)");
+        assert_eq!(count(46_702_792_704), "46,702,792,704 (46.70 billion)");
+    }
+
+    #[test]
+    fn neighbours_become_ranges() {
+        assert_eq!(ranges(&[]), "");
+        assert_eq!(ranges(&[0, 1, 2, 5, 7, 8]), "0-2, 5, 7-8");
+        assert_eq!(ranges(&[3, usize::MAX, 0]), format!("3, {}, 0", usize::MAX));
+        let odd: Vec<usize> = (0..100).map(|i| 2 * i + 1).collect();
+        assert!(ranges(&odd).ends_with("29, 31, …"));
+    }
+
+    #[test]
+    fn names_fall_apart_at_the_first_number() {
+        assert_eq!(layer_name("blk.12.ffn_up.3.weight"), Some(("blk.", 12, ".ffn_up.3.weight")));
+        assert_eq!(layer_name("v.blk.0"), Some(("v.blk.", 0, "")));
+        assert_eq!(layer_name("7"), Some(("", 7, "")));
+        for name in ["output.weight", "a.+1.b", "a.99999999999999999999.b", "", "."] {
+            assert_eq!(layer_name(name), None, "{name}");
+        }
+    }
+
+    #[test]
+    fn layers_are_listed_once_a_kind() {
+        let tensor = |name: &str, ty| {
+            let (name, shape) = (name.to_owned(), vec![64]);
+            Tensor { name, ty, shape, bytes: 256, file: 0, offset: 0 }
+        };
+        let mut all = vec![tensor("blk.0.a", "F32"), tensor("token_embd", "F32"), tensor("blk.0.b", "Q4_K")];
+        for layer in 1..5 {
+            // In the other order, and one with another type.
+            let ty = if layer == 3 { "Q6_K" } else { "Q4_K" };
+            all.extend([tensor(&format!("blk.{layer}.b"), ty), tensor(&format!("blk.{layer}.a"), "F32")]);
+        }
+        all.push(tensor("v.0.a", "F32"));
+        let mut out = Vec::new();
+        tensors(&all, false, &mut out).unwrap();
+        let lines = String::from_utf8(out).unwrap();
+        let starts: Vec<&str> = lines.lines().map(|l| l.split("  [").next().unwrap_or(l).trim()).collect();
+        let expected = ["token_embd", "blk.0.a", "blk.0.b", "like blk.0: blk.1-2, 4", "blk.3.b", "blk.3.a", "v.0.a"];
+        assert_eq!(starts, expected);
+    }
+
+    #[test]
+    fn long_lists_are_cut_unless_asked_for() {
+        let name = |i| format!("tensor{i}");
+        let tensor = |i| Tensor { name: name(i), ty: "F32", shape: vec![1], bytes: 4, file: 0, offset: 0 };
+        let all: Vec<Tensor> = (0..MAX_LINES + 7).map(tensor).collect();
+        let lines = |list_all| {
+            let mut out = Vec::new();
+            tensors(&all, list_all, &mut out).unwrap();
+            String::from_utf8(out).unwrap()
+        };
+        assert_eq!(lines(true).lines().count(), MAX_LINES + 7);
+        assert_eq!(lines(false).lines().count(), MAX_LINES + 1);
+        assert!(lines(false).ends_with("… and 7 lines more: --tensors lists all tensors\n"));
+    }
 }

@@ -65,7 +65,7 @@ pub(super) fn truncated(path: &Path, map: &Map, cut: &[&TensorInfo], whole: u64)
     Error::Truncated { path: path.to_owned(), what }
 }
 
-/// Files that people mistake for GGUF files, by their first bytes.
+/// Files that people mistake for models, by their first bytes.
 const LOOKALIKES: [(&[u8], &str); 8] = [
     (b"version https://git-lfs", "it is a Git LFS pointer: fetch the file it stands for with `git lfs pull`"),
     (b"<", "it is a web page, perhaps the error message of a download"),
@@ -77,6 +77,12 @@ const LOOKALIKES: [(&[u8], &str); 8] = [
     (b"PK\x03\x04", "it is a zip archive, perhaps a PyTorch checkpoint"),
 ];
 
+/// What a file that is no model is instead, where its first bytes tell.
+pub(crate) fn lookalike(head: &[u8]) -> Option<&'static str> {
+    let found = LOOKALIKES.iter().find(|(start, _)| head.trim_ascii_start().starts_with(start));
+    found.map(|(_, what)| *what)
+}
+
 fn check_magic(path: &Path, cur: &mut Cursor<'_>) -> Result<(), Error> {
     let head = cur.rest();
     let not_gguf = |what: String| Err(Error::NotGguf { path: path.to_owned(), what });
@@ -86,8 +92,8 @@ fn check_magic(path: &Path, cur: &mut Cursor<'_>) -> Result<(), Error> {
     if let Ok(b"GGUF") = cur.take(4, "magic") {
         return Ok(());
     }
-    if let Some((_, what)) = LOOKALIKES.iter().find(|(start, _)| head.trim_ascii_start().starts_with(start)) {
-        return not_gguf((*what).into());
+    if let Some(what) = lookalike(head) {
+        return not_gguf(what.into());
     }
     if head.get(8) == Some(&b'{') {
         return not_gguf("it looks like safetensors: open the folder that has its config.json".into());

@@ -37,6 +37,7 @@ use crate::{
     map::{Access, Map},
 };
 
+pub(crate) use container::lookalike;
 pub use meta::Metadata;
 pub use tensor::{OtherType, TensorInfo, TensorType};
 pub use value::{Array, Elements, FromValue, Strings, Value, ValueType};

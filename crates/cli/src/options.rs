@@ -1,0 +1,117 @@
+//! Arguments that several commands share.
+
+use crate::error::Error;
+use clap::Args;
+use puna::sampler::{LogitBias, PartialSampling};
+use puna::{EngineOptions, Isa, KvType, LoadOptions, Pool};
+use std::collections::BTreeMap;
+
+/// How a model is run; nothing here but `--kv` changes what it says.
+#[derive(Args, Clone, Debug)]
+pub struct RunOptions {
+    /// Positions of a sequence, prompt and answer together [default: the model's own, at most 8192]
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..))]
+    ctx: Option<u32>,
+    /// Threads [default: physical cores]
+    #[arg(long, short = 't', value_name = "N", value_parser = clap::value_parser!(u16).range(1..))]
+    threads: Option<u16>,
+    /// How keys and values are kept: f32 or f16
+    #[arg(long, value_name = "KIND", default_value = "f16")]
+    kv: KvType,
+    /// Instructions: scalar, avx2 or avx512 [default: the best of this processor]
+    #[arg(long)]
+    isa: Option<Isa>,
+    /// Rearrange weights while loading (auto), or use them as the file stores them (no)
+    #[arg(long, default_value = "auto", value_parser = ["auto", "no"])]
+    pack: String,
+}
+
+impl RunOptions {
+    /// The same for the engine.
+    pub fn engine(&self) -> EngineOptions {
+        EngineOptions {
+            load: LoadOptions {
+                isa: self.isa.unwrap_or_else(Isa::detect),
+                threads: self.threads.map_or_else(Pool::default_threads, usize::from),
+                pack: self.pack == "auto",
+                ..LoadOptions::default()
+            },
+            kv: self.kv,
+            ctx: self.ctx.map(|n| n as usize),
+            ..EngineOptions::default()
+        }
+    }
+}
+
+/// How tokens are chosen. What is not given comes from the model's file, and then from llama.cpp's defaults.
+#[derive(Args, Clone, Debug, Default)]
+#[command(next_help_heading = "Sampling")]
+pub struct SamplingOptions {
+    /// Temperature; 0 always takes the most likely token [default: 0.8]
+    #[arg(long, value_name = "T", allow_negative_numbers = true)]
+    temp: Option<f32>,
+    /// Keep the K most likely tokens; 0 keeps all [default: 40]
+    #[arg(long, value_name = "K", allow_negative_numbers = true)]
+    top_k: Option<i32>,
+    /// Keep the most likely tokens that hold this probability [default: 0.95]
+    #[arg(long, value_name = "P", allow_negative_numbers = true)]
+    top_p: Option<f32>,
+    /// Keep tokens at least this likely, relative to the likeliest [default: 0.05]
+    #[arg(long, value_name = "P", allow_negative_numbers = true)]
+    min_p: Option<f32>,
+    /// Keep locally typical tokens that hold this probability; 1 keeps all [default: 1]
+    #[arg(long, value_name = "P", allow_negative_numbers = true)]
+    typical: Option<f32>,
+    /// Make recent tokens less likely; 1 does not [default: 1]
+    #[arg(long, value_name = "X", allow_negative_numbers = true)]
+    repeat_penalty: Option<f32>,
+    /// Recent tokens that penalties look at; -1 is all [default: 64]
+    #[arg(long, value_name = "N", allow_negative_numbers = true)]
+    repeat_last_n: Option<i32>,
+    /// Subtracted from the logits of recent tokens [default: 0]
+    #[arg(long, value_name = "X", allow_negative_numbers = true)]
+    presence_penalty: Option<f32>,
+    /// Subtracted from the logits of recent tokens, once for each time they occur [default: 0]
+    #[arg(long, value_name = "X", allow_negative_numbers = true)]
+    frequency_penalty: Option<f32>,
+    /// Added to the logit of a token: ID=NUMBER, or ID=false to ban it; may be repeated
+    #[arg(long, value_name = "ID=X", value_parser = logit_bias)]
+    logit_bias: Vec<(u32, f32)>,
+    /// Never choose a token that ends the answer
+    #[arg(long)]
+    ignore_eos: bool,
+    /// Seed of the random numbers; the same seed gives the same text [default: a random one]
+    #[arg(long, value_name = "N")]
+    seed: Option<u64>,
+}
+
+impl SamplingOptions {
+    /// What was asked for.
+    pub fn wishes(&self) -> Result<PartialSampling, Error> {
+        let bias: BTreeMap<u32, f32> = self.logit_bias.iter().copied().collect();
+        Ok(PartialSampling {
+            temperature: self.temp,
+            top_k: self.top_k,
+            top_p: self.top_p,
+            min_p: self.min_p,
+            typical_p: self.typical,
+            repeat_penalty: self.repeat_penalty,
+            repeat_last_n: self.repeat_last_n,
+            presence_penalty: self.presence_penalty,
+            frequency_penalty: self.frequency_penalty,
+            logit_bias: (!bias.is_empty()).then_some(LogitBias(bias)),
+            ignore_eos: self.ignore_eos.then_some(true),
+            seed: self.seed,
+            ..PartialSampling::default()
+        })
+    }
+}
+
+fn logit_bias(text: &str) -> Result<(u32, f32), String> {
+    let (id, bias) = text.split_once('=').ok_or("expected ID=NUMBER")?;
+    let id = id.parse().map_err(|e| format!("token id '{id}': {e}"))?;
+    match bias {
+        "false" => Ok((id, f32::NEG_INFINITY)),
+        bias => Ok((id, bias.parse().map_err(|e| format!("bias '{bias}': {e}"))?)),
+    }
+}
