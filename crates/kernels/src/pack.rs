@@ -91,6 +91,7 @@ impl Packing {
 /// `row * 4 + col % 4`, which is what a byte dot product of 16 lanes takes.
 pub(crate) mod place {
     use super::LANES;
+    use crate::act::GROUP;
 
     /// A byte code: quads one after the other.
     pub(crate) fn code8(row: usize, col: usize) -> usize {
@@ -137,6 +138,18 @@ pub(crate) mod place {
             low => (4 * is_min + group / 2, group % 2 * 2 + low),
         };
         (plane * LANES + row) * 4 + at
+    }
+
+    /// Nibble `unit` of K-formats: groups 2k and 2k + 1 are the low and the high nibbles of the bytes 32k..32k + 32.
+    pub(crate) fn code4_pairs(row: usize, unit: usize) -> usize {
+        let (byte, high) = (unit / 2, unit % 2);
+        (byte / 32 * 2 + high) * LANES * GROUP + code4(row, byte % 32)
+    }
+
+    /// Two bits `unit` of K-formats: groups 4k..4k + 4 are bits 0, 2, 4, 6 of the bytes 32k..32k + 32.
+    pub(crate) fn code2_quarters(row: usize, unit: usize) -> usize {
+        let (byte, quarter) = (unit / 4, unit % 4);
+        (byte / 32 * 4 + quarter) * LANES * GROUP + code2(row, byte % 32)
     }
 
     /// Byte `byte` of a 16-bit number per row.

@@ -358,6 +358,57 @@ pub(crate) unsafe fn nibble_codes<S: Simd>(s: S, p: *const u8) -> [S::B; 8] {
     codes
 }
 
+/// Adds the `BITS` higher bits of each code at bit `TO`, as [`place::code1`](crate::pack::place::code1) and
+/// [`place::code2`](crate::pack::place::code2) put them: quad i has bits `i * BITS % 8` of vector `i * BITS / 8`.
+///
+/// # Safety
+/// `p` points to `BITS * 64` bytes.
+#[inline(always)]
+pub(crate) unsafe fn or_bits<S: Simd, const BITS: usize, const TO: usize>(
+    s: S,
+    mut codes: [S::B; 8],
+    p: *const u8,
+) -> [S::B; 8] {
+    let mask = s.splat_b(((1 << BITS) - 1) << TO);
+    let mut i = 0;
+    while i < 8 {
+        // SAFETY: one of BITS vectors.
+        let x = unsafe { s.load_b(p.add(i * BITS / 8 * QUAD)) };
+        let from = i * BITS % 8;
+        let x = if from <= TO { s.shl_b(x, (TO - from) as u32) } else { s.shr_b(x, (from - TO) as u32) };
+        codes[i] = s.or_b(codes[i], s.and_b(x, mask));
+        i += 1;
+    }
+    codes
+}
+
+/// A table of signed values with 128 added, for [`lookup_codes`].
+pub(crate) const fn biased(values: &[i8; 16]) -> [u8; 16] {
+    let mut table = [0; 16];
+    let mut i = 0;
+    while i < 16 {
+        table[i] = values[i] as u8 ^ 0x80;
+        i += 1;
+    }
+    table
+}
+
+/// As [`nibble_codes`], each replaced by its entry of a table.
+///
+/// # Safety
+/// As [`nibble_codes`].
+#[inline(always)]
+pub(crate) unsafe fn lookup_codes<S: Simd>(s: S, table: &[u8; 16], p: *const u8) -> [S::B; 8] {
+    // SAFETY: as this function.
+    let mut codes = unsafe { nibble_codes(s, p) };
+    let mut i = 0;
+    while i < 8 {
+        codes[i] = s.lookup(table, codes[i]);
+        i += 1;
+    }
+    codes
+}
+
 /// The 6-bit scale and minimum of group `g`, as [`place::scale_min`](crate::pack::place::scale_min) puts them.
 ///
 /// # Safety

@@ -1,8 +1,16 @@
 //! IQ4_XS: 256 columns, codes into the table of IQ4_NL, a 6-bit scale for 32 columns under one half-precision scale.
 //! Source: ggml's `block_iq4_xs`.
 
-use super::{bytes_at, each_block, f16_at, iq4_nl::VALUES, nibbles, u16_at};
+use super::{
+    bytes_at, each_block, f16_at,
+    iq4_nl::{BIASED, VALUES},
+    nibbles, u16_at,
+};
 use crate::dtype::{Arith, DType, Format, Group};
+use crate::linear::PanelFormat;
+use crate::pack::{Segment, place};
+use crate::panel::{COLS, Codes, Panel, Tile, lookup_codes};
+use crate::simd::{LANES, Simd};
 
 /// 2 bytes `d`, 2 bytes high bits and 4 bytes low bits of the scales, 128 bytes codes: 16 for a group of 32 columns
 /// (its columns 0..16 in the low nibbles, 16..32 in the high ones).
@@ -17,7 +25,7 @@ pub static FORMAT: Format = Format {
     arith: Arith::Scale32,
     dequantize: |src, dst| each_block(src, dst, dequantize),
     unpack: Some(|src, dst| each_block(src, dst, unpack)),
-    panel: None,
+    panel: Some(&PANEL),
 };
 
 /// Scale of the `j`-th group: nibble j of the low bits, bits 2j of the high ones, less 32.
@@ -42,4 +50,41 @@ fn unpack(block: &[u8; BYTES]) -> [Group; 8] {
         let q = nibbles(bytes_at(block, 8 + 16 * j), |q| VALUES[usize::from(q)]);
         Group { q, d: [d * f32::from(scale(block, j)); 2], ..Group::ZERO }
     })
+}
+
+/// 16 `d`, high bits of the scales, low bits, then codes.
+static PANEL: PanelFormat = PanelFormat::new::<Packed>(&[
+    Segment { bytes: 0..2, bits: 8, place: place::half, flip: 0 },
+    Segment { bytes: 2..8, bits: 8, place: |row, unit| SCALES + place::byte(row, unit), flip: 0 },
+    Segment { bytes: 8..136, bits: 4, place: place_code, flip: 0 },
+]);
+
+const SCALES: usize = 2 * LANES;
+const CODES: usize = SCALES + 6 * LANES;
+
+fn place_code(row: usize, unit: usize) -> usize {
+    let (group, unit) = (unit / 32, unit % 32);
+    CODES * 2 + group * LANES * COLS + place::code4(row, place::halves(unit))
+}
+
+struct Packed;
+
+impl Panel for Packed {
+    const ARITH: Arith = FORMAT.arith;
+    const CODES: Codes = Codes::Biased;
+    const GROUPS: usize = FORMAT.block_len / COLS;
+    const BYTES: usize = BYTES * LANES;
+
+    #[inline(always)]
+    unsafe fn load<S: Simd>(s: S, p: *const u8, g: usize) -> Tile<S> {
+        // SAFETY: the offsets are those of PANEL.
+        unsafe {
+            let high = s.shr_i(s.load_u8(p.add(SCALES + g / 4 * LANES)), 2 * (g as u32 % 4));
+            let low = s.shr_i(s.load_u8(p.add(SCALES + (2 + g / 2) * LANES)), 4 * (g as u32 % 2));
+            let six = s.or_i(s.and_i(low, s.splat_i(15)), s.shl_i(s.and_i(high, s.splat_i(3)), 4));
+            let sc = s.to_f(s.add_i(six, s.splat_i(-32)));
+            let codes = lookup_codes(s, &BIASED, p.add(CODES + g * LANES * COLS / 2));
+            Tile { codes, d: [s.mul(s.load_f16(p.cast()), sc); 2], ..Tile::zero(s) }
+        }
+    }
 }

@@ -3,6 +3,10 @@
 
 use super::{bytes_at, each_block, nibbles};
 use crate::dtype::{Arith, DType, Format, Group};
+use crate::linear::PanelFormat;
+use crate::pack::{Segment, place};
+use crate::panel::{COLS, Codes, Panel, Tile, biased, lookup_codes};
+use crate::simd::{LANES, Simd};
 
 /// 1 byte scale `e`, 16 bytes codes (columns 0..16 in the low nibbles, 16..32 in the high ones).
 const BYTES: usize = 17;
@@ -19,7 +23,7 @@ pub static FORMAT: Format = Format {
     arith: Arith::Scale32,
     dequantize: |src, dst| each_block(src, dst, dequantize),
     unpack: Some(|src, dst| each_block(src, dst, unpack)),
-    panel: None,
+    panel: Some(&PANEL),
 };
 
 /// Half of the scale, `2^(e - 128)`, exact: denormal below `e = 2`. The specification calls 255 NaN; ggml, which defines
@@ -40,4 +44,38 @@ fn dequantize(block: &[u8; BYTES]) -> [f32; 32] {
 fn unpack(block: &[u8; BYTES]) -> [Group; 1] {
     let q = nibbles(bytes_at(block, 1), |q| VALUES[usize::from(q)]);
     [Group { q, d: [half_scale(block[0]); 2], ..Group::ZERO }]
+}
+
+/// 16 scales, then codes.
+static PANEL: PanelFormat = PanelFormat::new::<Packed>(&[
+    Segment { bytes: 0..1, bits: 8, place: place::byte, flip: 0 },
+    Segment { bytes: 1..17, bits: 4, place: |row, unit| CODES * 2 + place::code4(row, place::halves(unit)), flip: 0 },
+]);
+
+const CODES: usize = LANES;
+
+static BIASED: [u8; 16] = biased(&VALUES);
+
+struct Packed;
+
+impl Panel for Packed {
+    const ARITH: Arith = FORMAT.arith;
+    const CODES: Codes = Codes::Biased;
+    const GROUPS: usize = FORMAT.block_len / COLS;
+    const BYTES: usize = BYTES * LANES;
+
+    #[inline(always)]
+    unsafe fn load<S: Simd>(s: S, p: *const u8, _: usize) -> Tile<S> {
+        // SAFETY: 16 scales and 256 bytes of codes.
+        unsafe {
+            let mut d = [0.0; LANES];
+            let mut i = 0;
+            while i < LANES {
+                d[i] = half_scale(*p.add(i));
+                i += 1;
+            }
+            let codes = lookup_codes(s, &BIASED, p.add(CODES));
+            Tile { codes, d: [s.load(d.as_ptr()); 2], ..Tile::zero(s) }
+        }
+    }
 }

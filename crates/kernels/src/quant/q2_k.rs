@@ -3,6 +3,10 @@
 
 use super::{bytes_at, each_block, f16_at};
 use crate::dtype::{Arith, DType, Format, Group};
+use crate::linear::PanelFormat;
+use crate::pack::{Segment, place};
+use crate::panel::{COLS, Codes, Panel, QUAD, Tile, or_bits};
+use crate::simd::{LANES, Simd};
 
 /// 16 bytes scales (low nibble) and minima (high nibble), 64 bytes codes, 2 bytes `d`, 2 bytes `dmin`. The codes of
 /// group j (32 columns) are bits `2 * (j % 4)` of the bytes 0..32 for j < 4, 32..64 after.
@@ -17,7 +21,7 @@ pub static FORMAT: Format = Format {
     arith: Arith::Scale16Min,
     dequantize: |src, dst| each_block(src, dst, dequantize),
     unpack: Some(|src, dst| each_block(src, dst, unpack)),
-    panel: None,
+    panel: Some(&PANEL),
 };
 
 /// `w = d * sc * q - dmin * m`, with `sc` and `m` of the 16 columns.
@@ -41,4 +45,42 @@ fn unpack(block: &[u8; BYTES]) -> [Group; 8] {
             min: halves.map(|b| -(dmin * f32::from(b >> 4))),
         }
     })
+}
+
+/// 16 `d`, 16 `dmin`, 16 x 16 scales and minima, then codes.
+static PANEL: PanelFormat = PanelFormat::new::<Packed>(&[
+    Segment { bytes: 80..84, bits: 8, place: place::half, flip: 0 },
+    Segment { bytes: 0..16, bits: 8, place: |row, unit| SCALES + place::byte(row, unit), flip: 0 },
+    Segment { bytes: 16..80, bits: 2, place: |row, unit| CODES * 4 + place::code2_quarters(row, unit), flip: 0 },
+]);
+
+const SCALES: usize = 4 * LANES;
+const CODES: usize = SCALES + 16 * LANES;
+
+struct Packed;
+
+impl Panel for Packed {
+    const ARITH: Arith = FORMAT.arith;
+    const CODES: Codes = Codes::Unsigned;
+    const GROUPS: usize = FORMAT.block_len / COLS;
+    const BYTES: usize = BYTES * LANES;
+
+    #[inline(always)]
+    unsafe fn load<S: Simd>(s: S, p: *const u8, g: usize) -> Tile<S> {
+        let mut t = Tile::zero(s);
+        // SAFETY: the offsets are those of PANEL.
+        unsafe {
+            t.codes = or_bits::<S, 2, 0>(s, t.codes, p.add(CODES + 2 * g * QUAD));
+            t.d = [s.load_f16(p.cast()); 2];
+            let dmin = s.load_f16(p.add(2 * LANES).cast());
+            let mut h = 0;
+            while h < 2 {
+                let both = s.load_u8(p.add(SCALES + (2 * g + h) * LANES));
+                t.sub[h] = s.and_i(both, s.splat_i(15));
+                t.min[h] = s.sub(s.splat(-0.0), s.mul(dmin, s.to_f(s.shr_i(both, 4))));
+                h += 1;
+            }
+        }
+        t
+    }
 }

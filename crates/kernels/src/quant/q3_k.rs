@@ -3,6 +3,10 @@
 
 use super::{bytes_at, each_block, f16_at};
 use crate::dtype::{Arith, DType, Format, Group};
+use crate::linear::PanelFormat;
+use crate::pack::{Segment, place};
+use crate::panel::{COLS, Codes, Panel, QUAD, Tile, or_bits};
+use crate::simd::{LANES, Simd};
 
 /// 32 bytes third bits, 64 bytes low bits, 12 bytes scales, 2 bytes `d`. In group j (32 columns) column i has the
 /// third bit j of byte i, and the low bits `2 * (j % 4)` of byte i (j < 4) or 32 + i.
@@ -17,7 +21,7 @@ pub static FORMAT: Format = Format {
     arith: Arith::Scale16,
     dequantize: |src, dst| each_block(src, dst, dequantize),
     unpack: Some(|src, dst| each_block(src, dst, unpack)),
-    panel: None,
+    panel: Some(&PANEL),
 };
 
 /// Scale of the `k`-th 16 columns: low 4 bits in the nibbles of bytes 0..8, high 2 bits in bytes 8..12, less 32.
@@ -46,4 +50,64 @@ fn unpack(block: &[u8; BYTES]) -> [Group; 8] {
         }
         Group { q, sub: [2 * j, 2 * j + 1].map(|k| scale(scales, k).into()), d: [d; 2], ..Group::ZERO }
     })
+}
+
+/// 16 `d`, planes of scales, third bits, then low bits.
+static PANEL: PanelFormat = PanelFormat::new::<Packed>(&[
+    Segment { bytes: 108..110, bits: 8, place: place::half, flip: 0 },
+    Segment { bytes: 96..108, bits: 2, place: place_scale, flip: 0 },
+    Segment {
+        bytes: 0..32,
+        bits: 1,
+        place: |row, unit| (HIGH + unit % 8 * QUAD) * 8 + place::code1(row, unit / 8),
+        flip: 0,
+    },
+    Segment { bytes: 32..96, bits: 2, place: |row, unit| LOW * 4 + place::code2_quarters(row, unit), flip: 0 },
+]);
+
+const SCALES: usize = 2 * LANES;
+const HIGH: usize = SCALES + 12 * LANES;
+const LOW: usize = HIGH + 8 * QUAD;
+
+/// Planes of 16 bytes: the low 4 bits of scales 2i and 2i + 1 (planes 0..8), the high 2 bits of scales 4i..4i + 4.
+fn place_scale(row: usize, unit: usize) -> usize {
+    let (byte, pair) = (unit / 4, unit % 4);
+    let (plane, at) = if byte < 8 {
+        let k = byte + pair / 2 * 8;
+        (k / 2, k % 2 * 2 + pair % 2)
+    } else {
+        let k = byte - 8 + 4 * pair;
+        (8 + k / 4, k % 4)
+    };
+    (SCALES + plane * LANES + row) * 4 + at
+}
+
+struct Packed;
+
+impl Panel for Packed {
+    const ARITH: Arith = FORMAT.arith;
+    const CODES: Codes = Codes::Offset(2);
+    const GROUPS: usize = FORMAT.block_len / COLS;
+    const BYTES: usize = BYTES * LANES;
+
+    #[inline(always)]
+    unsafe fn load<S: Simd>(s: S, p: *const u8, g: usize) -> Tile<S> {
+        let mut t = Tile::zero(s);
+        // SAFETY: the offsets are those of PANEL.
+        unsafe {
+            t.codes = or_bits::<S, 2, 0>(s, t.codes, p.add(LOW + 2 * g * QUAD));
+            t.codes = or_bits::<S, 1, 2>(s, t.codes, p.add(HIGH + g * QUAD));
+            t.d = [s.load_f16(p.cast()); 2];
+            let low = s.load_u8(p.add(SCALES + g * LANES));
+            let high = s.load_u8(p.add(SCALES + (8 + g / 2) * LANES));
+            let mut h = 0;
+            while h < 2 {
+                let low = s.and_i(s.shr_i(low, 4 * h as u32), s.splat_i(15));
+                let high = s.and_i(s.shr_i(high, 2 * ((2 * g + h) % 4) as u32), s.splat_i(3));
+                t.sub[h] = s.add_i(s.or_i(low, s.shl_i(high, 4)), s.splat_i(-32));
+                h += 1;
+            }
+        }
+        t
+    }
 }

@@ -51,17 +51,11 @@ fn unpack(block: &[u8; BYTES]) -> [Group; 8] {
 static PANEL: PanelFormat = PanelFormat::new::<Packed>(&[
     Segment { bytes: 0..4, bits: 8, place: place::half, flip: 0 },
     Segment { bytes: 4..16, bits: 2, place: |row, unit| SCALES * 4 + place::scale_min(row, unit), flip: 0 },
-    Segment { bytes: 16..144, bits: 4, place: place_code, flip: 0 },
+    Segment { bytes: 16..144, bits: 4, place: |row, unit| CODES * 2 + place::code4_pairs(row, unit), flip: 0 },
 ]);
 
 const SCALES: usize = 4 * LANES;
 const CODES: usize = 16 * LANES;
-
-fn place_code(row: usize, unit: usize) -> usize {
-    let (byte, high) = (unit / 2, unit % 2);
-    let group = byte / 32 * 2 + high;
-    CODES * 2 + group * LANES * COLS + place::code4(row, byte % 32)
-}
 
 struct Packed;
 

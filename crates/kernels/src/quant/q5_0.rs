@@ -2,6 +2,10 @@
 
 use super::{bytes_at, each_block, f16_at, nibbles, u32_at};
 use crate::dtype::{Arith, DType, Format, Group};
+use crate::linear::PanelFormat;
+use crate::pack::{Segment, place};
+use crate::panel::{COLS, Codes, Panel, QUAD, Tile, nibble_codes, or_bits};
+use crate::simd::{LANES, Simd};
 
 /// 2 bytes scale `d`, 4 bytes fifth bits (bit i is column i), 16 bytes low bits (columns 0..16 in the low nibbles,
 /// 16..32 in the high ones).
@@ -16,7 +20,7 @@ pub static FORMAT: Format = Format {
     arith: Arith::Scale32,
     dequantize: |src, dst| each_block(src, dst, dequantize),
     unpack: Some(|src, dst| each_block(src, dst, unpack)),
-    panel: None,
+    panel: Some(&PANEL),
 };
 
 /// `w = d * (q - 16)`.
@@ -41,4 +45,32 @@ pub(super) fn add_fifth_bit(mut q: [i8; 32], high: u32) -> [i8; 32] {
         }
     }
     q
+}
+
+/// 16 scales, fifth bits, then low bits.
+static PANEL: PanelFormat = PanelFormat::new::<Packed>(&[
+    Segment { bytes: 0..2, bits: 8, place: place::half, flip: 0 },
+    Segment { bytes: 2..6, bits: 1, place: |row, unit| HIGH * 8 + place::code1(row, unit), flip: 0 },
+    Segment { bytes: 6..22, bits: 4, place: |row, unit| LOW * 2 + place::code4(row, place::halves(unit)), flip: 0 },
+]);
+
+const HIGH: usize = 2 * LANES;
+const LOW: usize = HIGH + QUAD;
+
+struct Packed;
+
+impl Panel for Packed {
+    const ARITH: Arith = FORMAT.arith;
+    const CODES: Codes = Codes::Offset(4);
+    const GROUPS: usize = FORMAT.block_len / COLS;
+    const BYTES: usize = BYTES * LANES;
+
+    #[inline(always)]
+    unsafe fn load<S: Simd>(s: S, p: *const u8, _: usize) -> Tile<S> {
+        // SAFETY: the offsets are those of PANEL.
+        unsafe {
+            let codes = or_bits::<S, 1, 4>(s, nibble_codes(s, p.add(LOW)), p.add(HIGH));
+            Tile { codes, d: [s.load_f16(p.cast()); 2], ..Tile::zero(s) }
+        }
+    }
 }

@@ -2,6 +2,10 @@
 
 use super::{bytes_at, each_block, f16_at, nibbles, q5_0::add_fifth_bit, u32_at};
 use crate::dtype::{Arith, DType, Format, Group};
+use crate::linear::PanelFormat;
+use crate::pack::{Segment, place};
+use crate::panel::{COLS, Codes, Panel, QUAD, Tile, nibble_codes, or_bits};
+use crate::simd::{LANES, Simd};
 
 /// 2 bytes scale `d`, 2 bytes minimum `m`, 4 bytes fifth bits (bit i is column i), 16 bytes low bits (columns 0..16
 /// in the low nibbles, 16..32 in the high ones).
@@ -16,7 +20,7 @@ pub static FORMAT: Format = Format {
     arith: Arith::Scale32Min,
     dequantize: |src, dst| each_block(src, dst, dequantize),
     unpack: Some(|src, dst| each_block(src, dst, unpack)),
-    panel: None,
+    panel: Some(&PANEL),
 };
 
 /// `w = d * q + m`.
@@ -31,4 +35,36 @@ fn dequantize(block: &[u8; BYTES]) -> [f32; 32] {
 fn unpack(block: &[u8; BYTES]) -> [Group; 1] {
     let q = add_fifth_bit(nibbles(bytes_at(block, 8), |q| q as i8), u32_at(block, 4));
     [Group { q, d: [f16_at(block, 0); 2], min: [f16_at(block, 2); 2], ..Group::ZERO }]
+}
+
+/// 16 scales, 16 minima, fifth bits, then low bits.
+static PANEL: PanelFormat = PanelFormat::new::<Packed>(&[
+    Segment { bytes: 0..4, bits: 8, place: place::half, flip: 0 },
+    Segment { bytes: 4..8, bits: 1, place: |row, unit| HIGH * 8 + place::code1(row, unit), flip: 0 },
+    Segment { bytes: 8..24, bits: 4, place: |row, unit| LOW * 2 + place::code4(row, place::halves(unit)), flip: 0 },
+]);
+
+const HIGH: usize = 4 * LANES;
+const LOW: usize = HIGH + QUAD;
+
+struct Packed;
+
+impl Panel for Packed {
+    const ARITH: Arith = FORMAT.arith;
+    const CODES: Codes = Codes::Unsigned;
+    const GROUPS: usize = FORMAT.block_len / COLS;
+    const BYTES: usize = BYTES * LANES;
+
+    #[inline(always)]
+    unsafe fn load<S: Simd>(s: S, p: *const u8, _: usize) -> Tile<S> {
+        // SAFETY: the offsets are those of PANEL.
+        unsafe {
+            Tile {
+                codes: or_bits::<S, 1, 4>(s, nibble_codes(s, p.add(LOW)), p.add(HIGH)),
+                d: [s.load_f16(p.cast()); 2],
+                min: [s.load_f16(p.add(2 * LANES).cast()); 2],
+                ..Tile::zero(s)
+            }
+        }
+    }
 }

@@ -2,6 +2,10 @@
 
 use super::{bytes_at, each_block, f16_at, scale_min};
 use crate::dtype::{Arith, DType, Format, Group};
+use crate::linear::PanelFormat;
+use crate::pack::{Segment, place};
+use crate::panel::{COLS, Codes, Panel, QUAD, Tile, load_scale6, nibble_codes, or_bits};
+use crate::simd::{LANES, Simd};
 
 /// 2 bytes `d`, 2 bytes `dmin`, 12 bytes scales and minima, 32 bytes fifth bits (bit j of byte i is column i of group
 /// j), 128 bytes low bits: groups 2k and 2k + 1 are the low and the high nibbles of the bytes 32k..32k + 32.
@@ -16,7 +20,7 @@ pub static FORMAT: Format = Format {
     arith: Arith::Scale32Min,
     dequantize: |src, dst| each_block(src, dst, dequantize),
     unpack: Some(|src, dst| each_block(src, dst, unpack)),
-    panel: None,
+    panel: Some(&PANEL),
 };
 
 /// `w = d * sc * q - dmin * m`, with `sc` and `m` of the 32 columns.
@@ -41,4 +45,46 @@ fn unpack(block: &[u8; BYTES]) -> [Group; 8] {
         }
         Group { q, d: [d * f32::from(sc); 2], min: [-(dmin * f32::from(m)); 2], ..Group::ZERO }
     })
+}
+
+/// 16 `d`, 16 `dmin`, scales and minima as [`place::scale_min`] puts them, fifth bits, then low bits.
+static PANEL: PanelFormat = PanelFormat::new::<Packed>(&[
+    Segment { bytes: 0..4, bits: 8, place: place::half, flip: 0 },
+    Segment { bytes: 4..16, bits: 2, place: |row, unit| SCALES * 4 + place::scale_min(row, unit), flip: 0 },
+    Segment {
+        bytes: 16..48,
+        bits: 1,
+        place: |row, unit| (HIGH + unit % 8 * QUAD) * 8 + place::code1(row, unit / 8),
+        flip: 0,
+    },
+    Segment { bytes: 48..176, bits: 4, place: |row, unit| LOW * 2 + place::code4_pairs(row, unit), flip: 0 },
+]);
+
+const SCALES: usize = 4 * LANES;
+const HIGH: usize = 16 * LANES;
+const LOW: usize = HIGH + 8 * QUAD;
+
+struct Packed;
+
+impl Panel for Packed {
+    const ARITH: Arith = FORMAT.arith;
+    const CODES: Codes = Codes::Unsigned;
+    const GROUPS: usize = FORMAT.block_len / COLS;
+    const BYTES: usize = BYTES * LANES;
+
+    #[inline(always)]
+    unsafe fn load<S: Simd>(s: S, p: *const u8, g: usize) -> Tile<S> {
+        // SAFETY: the offsets are those of PANEL.
+        unsafe {
+            let (d, dmin) = (s.load_f16(p.cast()), s.load_f16(p.add(2 * LANES).cast()));
+            let (sc, m) = load_scale6(s, p.add(SCALES), g);
+            let low = nibble_codes(s, p.add(LOW + g * LANES * COLS / 2));
+            Tile {
+                codes: or_bits::<S, 1, 4>(s, low, p.add(HIGH + g * QUAD)),
+                d: [s.mul(d, sc); 2],
+                min: [s.sub(s.splat(-0.0), s.mul(dmin, m)); 2],
+                ..Tile::zero(s)
+            }
+        }
+    }
 }

@@ -5,7 +5,7 @@ use super::{bytes_at, each_block, f16_at};
 use crate::dtype::{Arith, DType, Format, Group};
 use crate::linear::PanelFormat;
 use crate::pack::{Segment, place};
-use crate::panel::{COLS, Codes, Panel, QUAD, Tile, nibble_codes};
+use crate::panel::{COLS, Codes, Panel, QUAD, Tile, nibble_codes, or_bits};
 use crate::simd::{LANES, Simd};
 
 /// 128 bytes low bits, 64 bytes high bits, 16 signed bytes scales, 2 bytes `d`. Each half of the block (128 columns,
@@ -52,19 +52,13 @@ fn unpack(block: &[u8; BYTES]) -> [Group; 8] {
 static PANEL: PanelFormat = PanelFormat::new::<Packed>(&[
     Segment { bytes: 208..210, bits: 8, place: place::half, flip: 0 },
     Segment { bytes: 192..208, bits: 8, place: |row, unit| SCALES + place::byte(row, unit), flip: 0 },
-    Segment { bytes: 128..192, bits: 2, place: place_high, flip: 0 },
+    Segment { bytes: 128..192, bits: 2, place: |row, unit| HIGH * 4 + place::code2_quarters(row, unit), flip: 0 },
     Segment { bytes: 0..128, bits: 4, place: place_low, flip: 0 },
 ]);
 
 const SCALES: usize = 2 * LANES;
 const HIGH: usize = SCALES + 16 * LANES;
 const LOW: usize = HIGH + 64 * LANES;
-
-fn place_high(row: usize, unit: usize) -> usize {
-    let (byte, k) = (unit / 4, unit % 4);
-    let group = byte / 32 * 4 + k;
-    HIGH * 4 + group * LANES * COLS + place::code2(row, byte % 32)
-}
 
 fn place_low(row: usize, unit: usize) -> usize {
     let (byte, high) = (unit / 2, unit % 2);
@@ -89,16 +83,7 @@ impl Panel for Packed {
             let scales = p.add(SCALES + 2 * g * LANES);
             t.sub = [s.load_i8(scales), s.load_i8(scales.add(LANES))];
             t.codes = nibble_codes(s, p.add(LOW + g * LANES * COLS / 2));
-            let high = p.add(HIGH + g * LANES * COLS / 4);
-            let high = [s.load_b(high), s.load_b(high.add(QUAD))];
-            let mask = s.splat_b(0x30);
-            let mut i = 0;
-            while i < 8 {
-                let (h, k) = (high[i / 4], 2 * (i as u32 % 4));
-                let bits = if k <= 4 { s.shl_b(h, 4 - k) } else { s.shr_b(h, k - 4) };
-                t.codes[i] = s.or_b(t.codes[i], s.and_b(bits, mask));
-                i += 1;
-            }
+            t.codes = or_bits::<S, 2, 4>(s, t.codes, p.add(HIGH + 2 * g * QUAD));
         }
         t
     }
