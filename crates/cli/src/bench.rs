@@ -4,7 +4,7 @@
 use crate::error::Error;
 use clap::Args;
 use puna_kernels::{Isa, KvType, Pool};
-use puna_model::{Batch, Gguf, LoadOptions, Model, Outputs, SeqId};
+use puna_model::{Batch, LoadOptions, Model, Outputs, SeqId, Source};
 use serde_json::{Map, Value, json};
 use std::io::Write;
 use std::path::PathBuf;
@@ -13,7 +13,7 @@ use std::time::Instant;
 /// Arguments of `puna bench`.
 #[derive(Args)]
 pub struct BenchArgs {
-    /// GGUF file
+    /// GGUF file, or folder with config.json and safetensors
     model: PathBuf,
     /// Prompt lengths
     #[arg(short = 'p', long, value_delimiter = ',', default_value = "512")]
@@ -56,8 +56,8 @@ pub fn run(args: &BenchArgs) -> Result<(), Error> {
         ..LoadOptions::default()
     };
     let start = Instant::now();
-    let gguf = Gguf::open(&args.model)?;
-    let model = Model::load(&gguf, &options, &mut |_, _| {})?;
+    let source = Source::open(&args.model)?;
+    let model = Model::load(&source, &options, &mut |_, _| {})?;
     let seconds = start.elapsed().as_secs_f64();
     let mut bench = Bench { model, args, isa: options.isa, random: 1, batch: Batch::default() };
     bench.print("load", json!({ "seconds": round(seconds, 3) }))?;

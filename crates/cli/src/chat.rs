@@ -25,7 +25,11 @@ pub fn run(session: &mut Session, system: Option<&str>) -> Result<(), Error> {
     }
     let config = session.engine.config();
     let name = config.name.as_deref().unwrap_or(config.arch);
-    eprintln!("{}, context of {} tokens. /help lists what else you can type.", name.escape_debug(), session.engine.ctx());
+    eprintln!(
+        "{}, context of {} tokens. /help lists what else you can type.",
+        name.escape_debug(),
+        session.engine.ctx()
+    );
     let mut talk = Conversation::new(system);
     loop {
         let line = match read(&mut editor) {

@@ -13,7 +13,7 @@ use std::path::{Path, PathBuf};
 /// Arguments of `puna eval`.
 #[derive(Args)]
 pub struct EvalArgs {
-    /// GGUF file
+    /// GGUF file, or folder with config.json and safetensors
     model: PathBuf,
     /// Token ids, separated by commas
     #[arg(long, value_delimiter = ',', required_unless_present = "input", conflicts_with = "input")]
@@ -55,15 +55,16 @@ pub struct EvalArgs {
 
 /// Runs the command.
 pub fn run(args: &EvalArgs) -> Result<(), Error> {
-    // The whole file is checked, its tokenizer too.
+    // The whole model is checked, its tokenizer too.
     let files = ModelFiles::open(&args.model)?;
     let options = LoadOptions {
         backend: if args.backend == "reference" { BackendKind::Reference } else { BackendKind::Cpu },
         isa: args.isa.unwrap_or_else(Isa::detect),
         threads: args.threads.unwrap_or_else(Pool::default_threads),
         pack: args.pack == "auto",
+        ..LoadOptions::default()
     };
-    let mut model = Model::load(files.gguf(), &options, &mut |_, _| {})?;
+    let mut model = Model::load(files.checkpoint(), &options, &mut |_, _| {})?;
     let input = match &args.input {
         Some(path) => Input::read(path, model.config().dim)?,
         None => Input { ids: args.tokens.clone(), ..Input::default() },

@@ -3,12 +3,15 @@
 #![forbid(unsafe_code)]
 
 mod bench;
+mod chat;
 mod error;
 mod eval;
 mod inspect;
 mod options;
 mod perplexity;
 mod progress;
+mod run;
+mod template;
 mod tokenize;
 
 use clap::{Parser, Subcommand};
@@ -34,6 +37,10 @@ enum Command {
     Inspect(inspect::InspectArgs),
     /// Measure how well a model predicts a text
     Perplexity(perplexity::PerplexityArgs),
+    /// Answer a prompt, or hold a conversation
+    Run(run::RunArgs),
+    /// Show the prompt that a conversation becomes
+    Template(template::TemplateArgs),
     /// Turn text into token ids
     Tokenize(tokenize::TokenizeArgs),
 }
@@ -45,14 +52,22 @@ fn main() -> ExitCode {
         Command::Eval(args) => eval::run(&args),
         Command::Inspect(args) => inspect::run(&args),
         Command::Perplexity(args) => perplexity::run(&args),
+        Command::Run(args) => run::run(&args),
+        Command::Template(args) => template::run(&args),
         Command::Tokenize(args) => tokenize::tokenize(&args),
     };
     match result {
         Ok(()) => ExitCode::SUCCESS,
         Err(e) if e.is_closed_stdout() => ExitCode::SUCCESS,
         Err(e) => {
-            eprintln!("puna: {e}");
+            eprintln!("puna: {}", one_line(&e.to_string()));
             ExitCode::FAILURE
         }
     }
+}
+
+/// A message without what a terminal would obey: files may have put it there.
+fn one_line(message: &str) -> String {
+    let escape = |c: char| if c.is_control() { c.escape_debug().to_string() } else { c.to_string() };
+    message.chars().map(escape).collect()
 }

@@ -36,7 +36,7 @@ pub fn run(args: &PerplexityArgs) -> Result<(), Error> {
     let ids = tokenizer.encode(&text, EncodeOptions::default()).map_err(|e| puna::Error::text(&args.model, e))?;
     let options = args.options.engine();
     let mut loading = Progress::new("loading", Unit::Bytes);
-    let mut model = Model::load(files.gguf(), &options.load, &mut |done, total| loading.update(done, total))?;
+    let mut model = Model::load(files.checkpoint(), &options.load, &mut |done, total| loading.update(done, total))?;
     loading.finish();
     let own = model.config().context_length;
     let window = options.ctx.unwrap_or(own.min(puna::engine::DEFAULT_CTX));

@@ -68,7 +68,11 @@ pub fn run(args: &RunArgs) -> Result<(), Error> {
     match prompt {
         None => chat::run(&mut session, args.system.as_deref()),
         Some(prompt) => {
-            let ids = if args.raw { session.encode(&prompt)? } else { session.encode_chat(args.system.as_deref(), &prompt)? };
+            let ids = if args.raw {
+                session.encode(&prompt)?
+            } else {
+                session.encode_chat(args.system.as_deref(), &prompt)?
+            };
             session.answer(ids)?;
             Ok(())
         }

@@ -279,6 +279,9 @@ fn read(gguf: &Gguf, arch: &'static Arch, keys: &Keys) -> Result<Config, Error> 
     })
 }
 
+/// Dimensions of a head: models have up to a few hundred, and a hostile number must not size anything.
+const MAX_HEAD_DIM: usize = 1 << 13;
+
 fn head_dim(keys: &Keys, dim: usize, n_heads: usize) -> Result<usize, Error> {
     let key_length = keys.count("attention.key_length")?;
     let head_dim = match key_length {
@@ -289,6 +292,9 @@ fn head_dim(keys: &Keys, dim: usize, n_heads: usize) -> Result<usize, Error> {
             return Err(keys.error("attention.key_length", what));
         }
     };
+    if head_dim > MAX_HEAD_DIM {
+        return Err(keys.error("attention.key_length", format!("at most {MAX_HEAD_DIM} dimensions, found {head_dim}")));
+    }
     match keys.count("attention.value_length")? {
         Some(n) if n != head_dim => {
             let what =

@@ -77,8 +77,8 @@ impl Engine {
     /// As [`Model::load`].
     pub fn from_files(files: ModelFiles, options: &EngineOptions, progress: &mut Progress) -> Result<Engine, Error> {
         let path = files.path();
-        let (gguf, tokenizer, template, sampling) = files.into_parts();
-        let model = Model::load(&gguf, &options.load, progress)?;
+        let (source, tokenizer, template, sampling) = files.into_parts();
+        let model = Model::load(source.checkpoint(), &options.load, progress)?;
         let own = model.config().context_length;
         Ok(Engine {
             kv: model.kv_cache(options.kv),
@@ -124,6 +124,10 @@ impl Engine {
     /// [`Error::NoTokenizer`].
     pub fn tokenizer(&self) -> Result<&Arc<Tokenizer>, Error> {
         self.tokenizer.as_ref().ok_or_else(|| Error::NoTokenizer { path: self.path.clone() })
+    }
+
+    pub(crate) fn path(&self) -> &std::path::Path {
+        &self.path
     }
 
     /// The source of the model's chat template.

@@ -2,13 +2,16 @@
 
 use crate::error::Error;
 use crate::sampler::{MetaValue, PartialSampling};
+use bytes::Bytes;
 use puna_model::gguf::{Gguf, Strings, Value};
-use puna_text::{Tokenizer, VocabSpec};
+use puna_model::hf::Folder;
+use puna_model::{Checkpoint, Source};
+use puna_text::{ChatTemplate, HfFiles, TextError, Tokenizer, VocabSpec};
 use std::path::{Path, PathBuf};
 
 /// A model's files, read and checked; weights are bound when the model is loaded.
 pub struct ModelFiles {
-    gguf: Gguf,
+    source: Source,
     tokenizer: Option<Tokenizer>,
     template: Option<String>,
     sampling: PartialSampling,
@@ -16,31 +19,42 @@ pub struct ModelFiles {
 }
 
 impl ModelFiles {
-    /// Opens a GGUF file (any shard of a split one).
+    /// Opens a GGUF file (any shard of a split one) or a Hugging Face folder.
     ///
     /// # Errors
     /// What is wrong with the container, the tokenizer or the sampling defaults. Files without tensors open, and so do
     /// files of architectures that cannot be run; an absent tokenizer is no error, a broken one is.
     pub fn open(path: impl AsRef<Path>) -> Result<ModelFiles, Error> {
-        let gguf = Gguf::open(path)?;
-        let tokenizer = tokenizer(&gguf)?;
-        let template = template(&gguf)?;
-        let lookup = |key: &str| gguf.meta().value(key).map(meta_value);
-        let (sampling, notices) = PartialSampling::from_gguf(lookup)?;
-        Ok(ModelFiles { gguf, tokenizer, template, sampling, notices })
+        let source = Source::open(path)?;
+        match &source {
+            Source::Gguf(gguf) => {
+                let tokenizer = gguf_tokenizer(gguf)?;
+                let template = gguf.meta().get::<String>("tokenizer.chat_template")?;
+                let lookup = |key: &str| gguf.meta().value(key).map(meta_value);
+                let (sampling, notices) = PartialSampling::from_gguf(lookup)?;
+                Ok(ModelFiles { tokenizer, template, sampling, notices, source })
+            }
+            Source::Folder(folder) => {
+                let tokenizer = folder_tokenizer(folder)?;
+                let template = folder_template(folder)?;
+                let config = serde_json::Value::Object(folder.generation_config()?);
+                let sampling = PartialSampling::from_generation_config(&config)?;
+                Ok(ModelFiles { tokenizer, template, sampling, notices: Vec::new(), source })
+            }
+        }
     }
 
-    /// The container.
-    pub fn gguf(&self) -> &Gguf {
-        &self.gguf
+    /// The weights and their configuration.
+    pub fn checkpoint(&self) -> &dyn Checkpoint {
+        self.source.checkpoint()
     }
 
-    /// The file.
+    /// The file or folder.
     pub fn path(&self) -> PathBuf {
-        self.gguf.path().to_owned()
+        self.source.path().to_owned()
     }
 
-    /// The tokenizer, where the file has one.
+    /// The tokenizer, where there is one.
     pub fn tokenizer(&self) -> Option<&Tokenizer> {
         self.tokenizer.as_ref()
     }
@@ -53,23 +67,23 @@ impl ModelFiles {
         self.tokenizer.as_ref().ok_or_else(|| Error::NoTokenizer { path: self.path() })
     }
 
-    /// The source of the chat template, where the file has one.
+    /// The source of the chat template, where there is one.
     pub fn template(&self) -> Option<&str> {
         self.template.as_deref()
     }
 
-    /// The sampling parameters that the file recommends.
+    /// The sampling parameters that the files recommend.
     pub fn sampling(&self) -> &PartialSampling {
         &self.sampling
     }
 
-    /// What the file asks for and this engine does not do, a sentence each.
+    /// What the files ask for and this engine does not do, a sentence each.
     pub fn notices(&self) -> &[String] {
         &self.notices
     }
 
-    pub(crate) fn into_parts(self) -> (Gguf, Option<Tokenizer>, Option<String>, PartialSampling) {
-        (self.gguf, self.tokenizer, self.template, self.sampling)
+    pub(crate) fn into_parts(self) -> (Source, Option<Tokenizer>, Option<String>, PartialSampling) {
+        (self.source, self.tokenizer, self.template, self.sampling)
     }
 }
 
@@ -84,7 +98,7 @@ fn meta_value(value: Value<'_>) -> MetaValue<'_> {
 }
 
 /// The vocabulary of a GGUF file; `None` where it has none or says so.
-fn tokenizer(gguf: &Gguf) -> Result<Option<Tokenizer>, Error> {
+fn gguf_tokenizer(gguf: &Gguf) -> Result<Option<Tokenizer>, Error> {
     let meta = gguf.meta();
     let key = |name: &str| format!("tokenizer.ggml.{name}");
     let Some(model) = meta.get::<&str>(&key("model"))? else {
@@ -128,15 +142,59 @@ fn tokenizer(gguf: &Gguf) -> Result<Option<Tokenizer>, Error> {
         remove_extra_whitespaces: flag("remove_extra_whitespaces")?,
     };
     let tokenizer = Tokenizer::from_vocab(&spec).map_err(|e| Error::text(gguf.path(), e))?;
-    match gguf.find("token_embd.weight") {
-        Some(embedding) if embedding.rows() < tokenizer.vocab_size() => {
-            let (tokens, rows) = (tokenizer.vocab_size(), embedding.rows());
-            Err(Error::Vocabulary { path: gguf.path().to_owned(), tokens, rows })
-        }
-        _ => Ok(Some(tokenizer)),
+    let rows = gguf.find("token_embd.weight").map(|embedding| embedding.rows());
+    check_size(gguf.path(), &tokenizer, rows)?;
+    Ok(Some(tokenizer))
+}
+
+/// A vocabulary may be smaller than the embedding, whose last rows then stand for nothing, but not larger.
+fn check_size(path: &Path, tokenizer: &Tokenizer, rows: Option<usize>) -> Result<(), Error> {
+    let tokens = tokenizer.vocab_size();
+    match rows {
+        Some(rows) if rows < tokens => Err(Error::Vocabulary { path: path.to_owned(), tokens, rows }),
+        _ => Ok(()),
     }
 }
 
-fn template(gguf: &Gguf) -> Result<Option<String>, Error> {
-    Ok(gguf.meta().get::<String>("tokenizer.chat_template")?)
+/// The tokenizer of a folder; `None` where it has no file of one.
+fn folder_tokenizer(folder: &Folder) -> Result<Option<Tokenizer>, Error> {
+    let file = |name: &str| folder.file(name);
+    let [json, model, config] = ["tokenizer.json", "tokenizer.model", "tokenizer_config.json"].map(file);
+    let [special, added, generation, model_config] =
+        ["special_tokens_map.json", "added_tokens.json", "generation_config.json", "config.json"].map(file);
+    let (json, model, config, special) = (json?, model?, config?, special?);
+    let (added, generation, model_config) = (added?, generation?, model_config?);
+    if json.is_none() && model.is_none() {
+        return Ok(None);
+    }
+    fn bytes(file: &Option<Bytes>) -> Option<&[u8]> {
+        file.as_deref()
+    }
+    let files = HfFiles {
+        tokenizer_json: bytes(&json),
+        tokenizer_model: bytes(&model),
+        tokenizer_config: bytes(&config),
+        special_tokens_map: bytes(&special),
+        added_tokens: bytes(&added),
+        generation_config: bytes(&generation),
+        config: bytes(&model_config),
+    };
+    let tokenizer = Tokenizer::from_hf(&files).map_err(|e| Error::text(folder.path(), e))?;
+    let rows = folder.shape("token_embd.weight").map(|shape| shape[0]);
+    check_size(folder.path(), &tokenizer, rows)?;
+    Ok(Some(tokenizer))
+}
+
+/// chat_template.jinja, or what tokenizer_config.json says.
+fn folder_template(folder: &Folder) -> Result<Option<String>, Error> {
+    let error = |e: TextError| Error::text(folder.path(), e);
+    let fault = |file: &'static str, problem: String| error(TextError::File { file, problem });
+    if let Some(source) = folder.file("chat_template.jinja")? {
+        let source = String::from_utf8(source.to_vec()).map_err(|e| fault("chat_template.jinja", e.to_string()))?;
+        return Ok(Some(source));
+    }
+    let name = "tokenizer_config.json";
+    let Some(config) = folder.file(name)? else { return Ok(None) };
+    let config: serde_json::Value = serde_json::from_slice(&config).map_err(|e| fault(name, e.to_string()))?;
+    Ok(ChatTemplate::source_from_config(&config["chat_template"]).map_err(error)?.map(str::to_owned))
 }

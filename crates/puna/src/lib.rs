@@ -4,6 +4,7 @@
 
 #![forbid(unsafe_code)]
 
+mod chat;
 pub mod engine;
 pub mod error;
 pub mod files;

@@ -379,3 +379,30 @@ fn kv_bytes(c: &Config, ctx: u64, kind: KvType) -> Option<u64> {
     let blocks = c.windows.iter().map(blocks).fold(0, u64::saturating_add);
     Some(blocks.saturating_mul(layout.layer_bytes() as u64))
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use puna_model::{Batch, LoadOptions, Model, Outputs};
+
+    #[test]
+    fn a_cache_takes_what_was_promised() {
+        for name in ["llama-gqa", "mistral-swa"] {
+            let path = format!("{}/../../testdata/models/{name}/model-f32.gguf", env!("CARGO_MANIFEST_DIR"));
+            let gguf = Gguf::open(path).unwrap();
+            let mut model = Model::load(&gguf, &LoadOptions::default(), &mut |_, _| {}).unwrap();
+            let mut kv = model.kv_cache(KvType::F16);
+            let seq = kv.add();
+            let mut peak = 0;
+            for start in 0..100 {
+                let mut batch = Batch::default();
+                batch.push(seq, start, &[7], Outputs::None);
+                model.forward(&batch, &mut kv).unwrap();
+                peak = peak.max(kv.bytes() as u64);
+                let promised = kv_bytes(model.config(), start as u64 + 1, KvType::F16).unwrap();
+                assert!(kv.bytes() as u64 <= promised, "{name} at {start}");
+            }
+            assert_eq!(Some(peak), kv_bytes(model.config(), 100, KvType::F16), "{name}");
+        }
+    }
+}

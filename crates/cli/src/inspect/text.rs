@@ -43,9 +43,9 @@ fn line(out: &mut impl Write, label: &str, what: impl Display) -> io::Result<()>
 }
 
 fn summary(s: &Summary, n_tensors: usize, out: &mut impl Write) -> io::Result<()> {
-    let unknown = "unknown".to_owned();
-    let or_unknown = |n: Option<usize>| n.map_or_else(|| unknown.clone(), |n| thousands(n as u64));
-    line(out, "architecture", s.architecture.as_ref().map_or_else(|| unknown.clone(), |a| escape(a).to_string()))?;
+    let unknown = || "unknown".to_owned();
+    let or_unknown = |n: Option<usize>| n.map_or_else(unknown, |n| thousands(n as u64));
+    line(out, "architecture", s.architecture.as_ref().map_or_else(unknown, |a| escape(a).to_string()))?;
     if let Some(name) = &s.name {
         line(out, "name", escape(name))?;
     }
@@ -65,7 +65,7 @@ fn summary(s: &Summary, n_tensors: usize, out: &mut impl Write) -> io::Result<()
     }
     line(out, "vocabulary", or_unknown(s.shape.vocab_size))?;
     line(out, "context", or_unknown(s.shape.context_length))?;
-    line(out, "rope", s.rope.as_ref().map_or(unknown.clone(), |r| rope(r, s.shape.head_dim)))?;
+    line(out, "rope", s.rope.as_ref().map_or_else(unknown, |r| rope(r, s.shape.head_dim)))?;
     line(out, "window", windows(&s.windows, s.shape.n_layers))?;
     if let Some(e) = &s.experts {
         line(out, "experts", experts(e))?;

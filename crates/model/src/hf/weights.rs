@@ -1,0 +1,246 @@
+//! Elements of tensors that are not stored as they are multiplied with: FP8 with scales, and experts whose rows are
+//! columns.
+//!
+//! FP8 is E4M3 of arXiv 2209.05433: a sign bit, four of exponent around 7, three of fraction; no infinities, and NaN
+//! where all bits but the sign are set. A weight is its number times the scale of its block, rounded once to single
+//! precision.
+
+use super::names::{self, Entry};
+use super::safetensors::{Container, FP8, Info};
+use super::shards::Shards;
+use crate::checkpoint::{Data, MakeRows, Place, Tensor};
+use crate::error::Error;
+use bytes::Bytes;
+use puna_kernels::DType;
+use std::ops::Range;
+use std::sync::Arc;
+
+/// A tensor, or an expert's part of one. `block`: rows and columns that share a scale of FP8 weights.
+///
+/// # Errors
+/// [`Error::Tensor`] for types that are not weights, and for FP8 without scales or with scales of another shape;
+/// [`Error::Truncated`].
+pub fn read(shards: &Shards, entry: &Entry, block: [usize; 2]) -> Result<Tensor, Error> {
+    let (name, located) = shards.tensors.get_index(entry.tensor).expect("names are made of the same tensors");
+    let (info, file) = (&located.info, &shards.files[located.shard]);
+    let error = |what: String| Error::tensor(&file.path, name, what);
+    let (mut bytes, mut range) = file.data(info)?;
+    if bytes.is_empty() {
+        return Err(error(format!("expected elements, found none: shape {:?}", info.shape)));
+    }
+    let mut shape = &info.shape[..];
+    if let (Some(part), [n, matrix @ ..]) = (&entry.part, &info.shape[..]) {
+        let each = bytes.len() / n;
+        bytes = bytes.slice(part.expert * each..(part.expert + 1) * each);
+        range = range.start + part.expert * each..range.start + (part.expert + 1) * each;
+        shape = matrix;
+    }
+    let cols = shape.last().copied().unwrap_or(1);
+    let n_rows = shape.iter().rev().skip(1).product();
+    let (dtype, elements) = match info.ty.name {
+        "F32" => (DType::F32, Elements::Plain(4)),
+        "F16" => (DType::F16, Elements::Plain(2)),
+        "BF16" => (DType::BF16, Elements::Plain(2)),
+        FP8 => (DType::F32, Elements::Fp8(scales(shards, entry, [n_rows, cols], block)?)),
+        other => return Err(error(format!("type {other} is not supported; supported are F32, F16, BF16 and {FP8}"))),
+    };
+    let (rows, transposed) = match &entry.part {
+        Some(part) => (part.start..part.start + part.rows, part.transposed),
+        None => (0..n_rows, false),
+    };
+    let data = match elements {
+        Elements::Plain(width) if !transposed => {
+            let stored = rows.start * cols * width..rows.end * cols * width;
+            range = range.start + stored.start..range.start + stored.end;
+            Data::Stored(bytes.slice(stored))
+        }
+        _ if transposed => Data::Made(Arc::new(Transposed(Stored { bytes, cols, elements })), rows),
+        _ => Data::Made(Arc::new(Stored { bytes, cols, elements }), rows),
+    };
+    Ok(Tensor { dtype, data, place: Some(Place { map: file.map.clone(), range }) })
+}
+
+/// The scales of an FP8 matrix, or of an expert's. `weight_scale_inv` multiplies too, in spite of its name.
+fn scales(shards: &Shards, entry: &Entry, [rows, cols]: [usize; 2], block: [usize; 2]) -> Result<Scales, Error> {
+    let tensor = |i: usize| {
+        let (name, located) = shards.tensors.get_index(i)?;
+        Some((name, &shards.files[located.shard], &located.info))
+    };
+    let (name, file, info): (&String, &Container, &Info) =
+        tensor(entry.tensor).expect("names are made of the same tensors");
+    let Some((scales, scales_file, scales_info)) = names::scales(shards, name).and_then(tensor) else {
+        let what = format!("type {FP8} needs scales: there is no \"_scale_inv\" or \"_scale\" of this name");
+        return Err(Error::tensor(&file.path, name, what));
+    };
+    let error = |what: String| Error::tensor(&scales_file.path, scales, what);
+    let dtype = match scales_info.ty.name {
+        "F32" => DType::F32,
+        "F16" => DType::F16,
+        "BF16" => DType::BF16,
+        other => return Err(error(format!("scales of type {other} are not supported; expected F32, F16 or BF16"))),
+    };
+    let (mut bytes, _) = scales_file.data(scales_info)?;
+    let mut shape = &scales_info.shape[..];
+    if let (Some(part), [n, ..]) = (&entry.part, &info.shape[..]) {
+        let [of, rest @ ..] = shape else { return Err(error(format!("expected scales of {n} experts, found one"))) };
+        if of != n {
+            return Err(error(format!("expected scales of {n} experts, found shape {shape:?}")));
+        }
+        let each = bytes.len() / n;
+        (bytes, shape) = (bytes.slice(part.expert * each..(part.expert + 1) * each), rest);
+    }
+    let blocks = [rows.div_ceil(block[0]), cols.div_ceil(block[1])];
+    let block = match *shape {
+        [r, c] if [r, c] == blocks => block,
+        [] | [1] | [1, 1] => [rows, cols],
+        [r] | [r, 1] if r == rows => [1, cols],
+        _ => {
+            let what = format!(
+                "shape {shape:?} does not fit a matrix of [{rows}, {cols}]: expected {blocks:?} (blocks of {block:?}), \
+                 [{rows}] or one number"
+            );
+            return Err(error(what));
+        }
+    };
+    let mut values = vec![0.0; shape.iter().product()];
+    (dtype.format().dequantize)(&bytes, &mut values);
+    Ok(Scales { values, block })
+}
+
+/// A matrix as it is stored.
+pub struct Stored {
+    /// One row after the other.
+    pub bytes: Bytes,
+    /// Length of a row.
+    pub cols: usize,
+    /// What the elements are.
+    pub elements: Elements,
+}
+
+/// What elements are.
+pub enum Elements {
+    /// Numbers that are multiplied with as they are, of so many bytes.
+    Plain(usize),
+    /// FP8 with scales, which becomes single precision.
+    Fp8(Scales),
+}
+
+/// Scales of an FP8 matrix, one a block.
+pub struct Scales {
+    /// `[ceil(rows / block[0]), ceil(cols / block[1])]`: blocks at the edges are cropped.
+    pub values: Vec<f32>,
+    /// Rows and columns of a block.
+    pub block: [usize; 2],
+}
+
+impl Stored {
+    /// Bytes of an element once it is made.
+    fn width(&self) -> usize {
+        match self.elements {
+            Elements::Plain(bytes) => bytes,
+            Elements::Fp8(_) => 4,
+        }
+    }
+
+    fn n_rows(&self) -> usize {
+        let width = if let Elements::Plain(bytes) = self.elements { bytes } else { 1 };
+        self.bytes.len() / width / self.cols
+    }
+
+    /// Makes the elements `cols` of row `row`.
+    fn make(&self, row: usize, cols: Range<usize>, out: &mut [u8]) {
+        let (start, end) = (row * self.cols + cols.start, row * self.cols + cols.end);
+        match &self.elements {
+            Elements::Plain(width) => out.copy_from_slice(&self.bytes[start * width..end * width]),
+            Elements::Fp8(Scales { values, block: [block_rows, block_cols] }) => {
+                let scales = &values[row / block_rows * self.cols.div_ceil(*block_cols)..];
+                let elements = self.bytes[start..end].iter().zip(out.as_chunks_mut::<4>().0);
+                let mut elements = elements.enumerate().map(|(i, element)| (cols.start + i, element)).peekable();
+                while let Some(&(col, _)) = elements.peek() {
+                    let (scale, next) = (scales[col / block_cols], (col / block_cols + 1) * block_cols);
+                    while let Some((_, (&byte, out))) = elements.next_if(|&(col, _)| col < next) {
+                        *out = (E4M3[usize::from(byte)] * scale).to_le_bytes();
+                    }
+                }
+            }
+        }
+    }
+}
+
+impl MakeRows for Stored {
+    fn rows(&self, range: Range<usize>) -> Bytes {
+        let row_bytes = self.cols * self.width();
+        let mut out = vec![0; range.len() * row_bytes];
+        for (row, out) in range.zip(out.chunks_exact_mut(row_bytes)) {
+            self.make(row, 0..self.cols, out);
+        }
+        out.into()
+    }
+}
+
+/// A matrix whose rows are the stored one's columns.
+pub struct Transposed(pub Stored);
+
+impl MakeRows for Transposed {
+    fn rows(&self, range: Range<usize>) -> Bytes {
+        let (n, width, len) = (self.0.n_rows(), self.0.width(), range.len());
+        let mut out = vec![0; len * n * width];
+        // A few stored rows at a time, so that what is written lies close together.
+        let mut some = vec![0; 16 * len * width];
+        for first in (0..n).step_by(16) {
+            let rows = some.chunks_exact_mut(len * width).zip(first..n);
+            let count = rows.map(|(made, row)| self.0.make(row, range.clone(), made)).count();
+            for (i, out) in out.chunks_exact_mut(n * width).enumerate() {
+                for k in 0..count {
+                    let element = &some[(k * len + i) * width..][..width];
+                    out[(first + k) * width..][..width].copy_from_slice(element);
+                }
+            }
+        }
+        out.into()
+    }
+}
+
+/// What each byte stands for.
+static E4M3: [f32; 256] = e4m3();
+
+const fn e4m3() -> [f32; 256] {
+    let mut table = [0.0; 256];
+    let mut byte = 0;
+    while byte < 256 {
+        let (exponent, fraction) = ((byte >> 3) as u32 & 15, byte as u32 & 7);
+        // Single precision has 127 where this has 7, and 23 bits of fraction where this has 3.
+        let size = match exponent {
+            0 => fraction as f32 / 512.0,
+            15 if fraction == 7 => f32::NAN,
+            _ => f32::from_bits((exponent + 120) << 23 | fraction << 20),
+        };
+        table[byte] = if byte < 128 { size } else { -size };
+        byte += 1;
+    }
+    table
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn all_bytes_of_fp8() {
+        for byte in 0..=255u8 {
+            let x = E4M3[usize::from(byte)];
+            if byte & 0x7f == 0x7f {
+                assert!(x.is_nan(), "{byte:#x}");
+                continue;
+            }
+            let (exponent, fraction) = (i32::from(byte >> 3 & 15), f64::from(byte & 7));
+            let size = match exponent {
+                0 => fraction / 8.0 * 2f64.powi(-6),
+                e => (1.0 + fraction / 8.0) * 2f64.powi(e - 7),
+            };
+            let expected = if byte < 128 { size } else { -size };
+            assert_eq!(f64::from(x).to_bits(), expected.to_bits(), "{byte:#x}");
+        }
+        assert_eq!(E4M3[0x7e], 448.0);
+    }
+}
