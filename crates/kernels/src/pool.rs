@@ -1,18 +1,21 @@
 //! Persistent threads. A thread that waits for work spins for a moment and then parks: no system calls between the
 //! operations of a token, no processor burned when idle.
+//!
+//! A job is a number of tasks that threads take as they come free. The caller takes part, and waits only for threads
+//! that did too: one that the system has put aside in favour of another program holds nobody up.
 
 use std::cell::UnsafeCell;
 use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
-use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::thread::{JoinHandle, Thread};
 
 /// Turns of the spin loop before a waiting thread parks: about a tenth of a millisecond.
 const SPINS: u32 = 20_000;
 
-type Job<'a> = dyn Fn(usize) + Sync + 'a;
+type Job<'a> = dyn Fn() + Sync + 'a;
 
-/// A fixed set of threads that run one job at a time; the caller is thread 0.
+/// A fixed set of threads that work on one job at a time; the caller is one of them.
 pub struct Pool {
     shared: Arc<Shared>,
     workers: Vec<Worker>,
@@ -27,17 +30,24 @@ struct Worker {
 }
 
 struct Shared {
-    /// Counts jobs; a worker that sees it change has a job. `usize::MAX` ends the workers.
-    epoch: AtomicUsize,
-    /// Workers that have not finished the job.
-    pending: AtomicUsize,
-    /// Written by the caller before `epoch`, read by workers after.
+    /// The number of the job in the upper half; whether it can be joined; how many workers are at it.
+    gate: AtomicU64,
+    /// Written while no worker is at a job and none can join.
     job: UnsafeCell<Option<*const Job<'static>>>,
     panic: Mutex<Option<Box<dyn std::any::Any + Send>>>,
 }
 
-// SAFETY: `job` is written only between jobs, by the holder of `turn`, and read only between the change of `epoch`
-// and the decrement of `pending`, which order the accesses; the job itself is Sync.
+/// The job can be joined.
+const OPEN: u64 = 1 << 31;
+/// Workers at the job.
+const ACTIVE: u64 = OPEN - 1;
+/// One job further.
+const NEXT: u64 = 1 << 32;
+/// No job will come: workers end.
+const END: u64 = u64::MAX;
+
+// SAFETY: `job` is written only by the holder of `turn` while the gate is closed and no worker is active, and read
+// only by workers that entered through the open gate, whose atomic changes order the accesses; the job is Sync.
 unsafe impl Send for Shared {}
 // SAFETY: as above.
 unsafe impl Sync for Shared {}
@@ -45,18 +55,13 @@ unsafe impl Sync for Shared {}
 impl Pool {
     /// A pool of `threads` threads, the caller included; 0 counts as 1. More than there are processors works.
     pub fn new(threads: usize) -> Pool {
-        let shared = Arc::new(Shared {
-            epoch: AtomicUsize::new(0),
-            pending: AtomicUsize::new(0),
-            job: UnsafeCell::new(None),
-            panic: Mutex::new(None),
-        });
+        let shared = Arc::new(Shared { gate: AtomicU64::new(0), job: UnsafeCell::new(None), panic: Mutex::new(None) });
         let mut workers = Vec::new();
         for index in 1..threads.max(1) {
             let (shared, parked) = (shared.clone(), Arc::new(AtomicBool::new(false)));
             let flag = parked.clone();
-            let spawned =
-                std::thread::Builder::new().name(format!("puna-{index}")).spawn(move || shared.work(index, &flag));
+            let name = format!("puna-{index}");
+            let spawned = std::thread::Builder::new().name(name).spawn(move || shared.work(&flag));
             // A system that grants fewer threads gets fewer: results do not depend on the number.
             let Ok(handle) = spawned else { break };
             workers.push(Worker { thread: handle.thread().clone(), parked, handle: Some(handle) });
@@ -75,25 +80,41 @@ impl Pool {
         logical.min(physical_cores().unwrap_or(logical)).max(1)
     }
 
-    /// Calls `job(i)` once for each thread index `i`, on that thread, and returns when all have returned.
-    pub fn run(&self, job: &Job) {
-        if self.workers.is_empty() {
-            return job(0);
+    /// Calls `task(i)` once for each `i` below `n`, spread over the threads as they come free, and returns when all
+    /// have returned.
+    pub fn for_each(&self, n: usize, task: &(dyn Fn(usize) + Sync)) {
+        if n <= 1 || self.workers.is_empty() {
+            return (0..n).for_each(task);
         }
+        let next = AtomicUsize::new(0);
+        self.run(&|| {
+            loop {
+                let i = next.fetch_add(1, Ordering::Relaxed);
+                if i >= n {
+                    return;
+                }
+                task(i);
+            }
+        });
+    }
+
+    /// Calls `job` on this thread, and meanwhile on those that are free.
+    fn run(&self, job: &Job) {
         let turn = self.turn.lock().unwrap_or_else(PoisonError::into_inner);
-        // SAFETY: no job runs while we hold `turn`; the reference outlives the job because this function waits for
-        // every worker before it returns or unwinds.
+        let gate = &self.shared.gate;
+        // SAFETY: we hold `turn` and the last job was left closed and with no worker at it; the reference outlives
+        // the job because this function closes it and waits for every worker before it returns or unwinds.
         unsafe { *self.shared.job.get() = Some(std::mem::transmute::<*const Job, *const Job<'static>>(job)) };
-        self.shared.pending.store(self.workers.len(), Ordering::Relaxed);
-        self.shared.epoch.fetch_add(1, Ordering::SeqCst);
+        gate.store((gate.load(Ordering::Relaxed) & !(OPEN | ACTIVE)).wrapping_add(NEXT) | OPEN, Ordering::SeqCst);
         for worker in &self.workers {
             if worker.parked.load(Ordering::SeqCst) {
                 worker.thread.unpark();
             }
         }
-        let own = catch_unwind(AssertUnwindSafe(|| job(0)));
+        let own = catch_unwind(AssertUnwindSafe(job));
+        gate.fetch_and(!OPEN, Ordering::AcqRel);
         let mut spins = 0u32;
-        while self.shared.pending.load(Ordering::Acquire) != 0 {
+        while gate.load(Ordering::Acquire) & ACTIVE != 0 {
             spins += 1;
             // More threads than processors: let the others run.
             if spins > SPINS { std::thread::yield_now() } else { std::hint::spin_loop() }
@@ -107,67 +128,61 @@ impl Pool {
             resume_unwind(panic);
         }
     }
-
-    /// Calls `task(i)` once for each `i` below `n`, spread over the threads as they come free.
-    pub fn for_each(&self, n: usize, task: &(dyn Fn(usize) + Sync)) {
-        if n <= 1 || self.workers.is_empty() {
-            return (0..n).for_each(task);
-        }
-        let next = AtomicUsize::new(0);
-        self.run(&|_| {
-            loop {
-                let i = next.fetch_add(1, Ordering::Relaxed);
-                if i >= n {
-                    return;
-                }
-                task(i);
-            }
-        });
-    }
 }
 
 impl Shared {
-    fn work(&self, index: usize, parked: &AtomicBool) {
+    fn work(&self, parked: &AtomicBool) {
         let mut seen = 0;
         loop {
-            seen = self.wait(seen, parked);
-            if seen == usize::MAX {
+            let gate = self.wait(seen, parked);
+            if gate == END {
                 return;
             }
-            // SAFETY: the caller wrote the job before `epoch` changed and keeps it alive until `pending` is zero.
-            let job = unsafe { &*(*self.job.get()).expect("a job is written before the epoch changes") };
-            if let Err(panic) = catch_unwind(AssertUnwindSafe(|| job(index))) {
+            seen = gate & !(OPEN | ACTIVE);
+            if !self.enter(seen) {
+                continue;
+            }
+            // SAFETY: the caller wrote the job before it opened the gate and keeps it alive while we are counted.
+            let job = unsafe { &*(*self.job.get()).expect("a job is written before the gate opens") };
+            if let Err(panic) = catch_unwind(AssertUnwindSafe(job)) {
                 *self.panic.lock().unwrap_or_else(PoisonError::into_inner) = Some(panic);
             }
-            self.pending.fetch_sub(1, Ordering::Release);
+            self.gate.fetch_sub(1, Ordering::Release);
         }
     }
 
-    /// Waits until `epoch` is no longer `seen`: spins, then parks.
-    fn wait(&self, seen: usize, parked: &AtomicBool) -> usize {
+    /// Joins the job of that number, if it can still be joined.
+    fn enter(&self, job: u64) -> bool {
+        let join = |gate: u64| (gate & !ACTIVE == job | OPEN).then_some(gate + 1);
+        self.gate.fetch_update(Ordering::AcqRel, Ordering::Acquire, join).is_ok()
+    }
+
+    /// Waits for a job after the one that was `seen`: spins, then parks.
+    fn wait(&self, seen: u64, parked: &AtomicBool) -> u64 {
+        let news = |gate: u64| gate & !(OPEN | ACTIVE) != seen;
         for _ in 0..SPINS {
-            let epoch = self.epoch.load(Ordering::Acquire);
-            if epoch != seen {
-                return epoch;
+            let gate = self.gate.load(Ordering::Acquire);
+            if news(gate) {
+                return gate;
             }
             std::hint::spin_loop();
         }
         parked.store(true, Ordering::SeqCst);
-        let epoch = loop {
-            let epoch = self.epoch.load(Ordering::SeqCst);
-            if epoch != seen {
-                break epoch;
+        let gate = loop {
+            let gate = self.gate.load(Ordering::SeqCst);
+            if news(gate) {
+                break gate;
             }
             std::thread::park();
         };
         parked.store(false, Ordering::SeqCst);
-        epoch
+        gate
     }
 }
 
 impl Drop for Pool {
     fn drop(&mut self) {
-        self.shared.epoch.store(usize::MAX, Ordering::SeqCst);
+        self.shared.gate.store(END, Ordering::SeqCst);
         for worker in &mut self.workers {
             worker.thread.unpark();
             if let Some(handle) = worker.handle.take() {
@@ -218,16 +233,11 @@ mod tests {
     use std::time::Duration;
 
     #[test]
-    fn every_index_runs_once_at_any_size() {
+    fn every_task_runs_once_at_any_size() {
         for threads in [1, 2, 3, 9] {
             let pool = Pool::new(threads);
             assert_eq!(pool.threads(), threads);
-            for round in 0..200 {
-                let counts: Vec<AtomicUsize> = (0..threads).map(|_| AtomicUsize::new(0)).collect();
-                pool.run(&|i| {
-                    counts[i].fetch_add(1, Ordering::Relaxed);
-                });
-                assert!(counts.iter().all(|c| c.load(Ordering::Relaxed) == 1));
+            for round in 0..500 {
                 let n = round % 17;
                 let tasks: Vec<AtomicUsize> = (0..n).map(|_| AtomicUsize::new(0)).collect();
                 pool.for_each(n, &|i| {
@@ -239,29 +249,53 @@ mod tests {
     }
 
     #[test]
-    fn parked_workers_wake() {
+    fn parked_workers_wake_and_take_part() {
         let pool = Pool::new(3);
         for _ in 0..3 {
             std::thread::sleep(Duration::from_millis(30));
-            let sum = AtomicUsize::new(0);
-            pool.run(&|i| {
-                sum.fetch_add(i, Ordering::Relaxed);
+            let threads = Mutex::new(std::collections::HashSet::new());
+            pool.for_each(30, &|_| {
+                std::thread::sleep(Duration::from_millis(2));
+                threads.lock().unwrap().insert(std::thread::current().id());
             });
-            assert_eq!(sum.into_inner(), 3);
+            assert_eq!(threads.into_inner().unwrap().len(), 3);
         }
     }
 
     #[test]
     fn a_panic_reaches_the_caller_and_the_pool_lives() {
         let pool = Pool::new(2);
-        for bad in 0..2 {
-            let caught = catch_unwind(AssertUnwindSafe(|| pool.run(&|i| assert_ne!(i, bad))));
+        for bad in 0..8 {
+            let caught = catch_unwind(AssertUnwindSafe(|| {
+                pool.for_each(8, &|i| {
+                    std::thread::sleep(Duration::from_millis(1));
+                    assert_ne!(i, bad);
+                });
+            }));
             assert!(caught.is_err());
         }
         let sum = AtomicUsize::new(0);
-        pool.run(&|i| {
-            sum.fetch_add(i + 1, Ordering::Relaxed);
+        pool.for_each(5, &|i| {
+            sum.fetch_add(i, Ordering::Relaxed);
         });
-        assert_eq!(sum.into_inner(), 3);
+        assert_eq!(sum.into_inner(), 10);
+    }
+
+    #[test]
+    fn callers_take_turns() {
+        let pool = Pool::new(2);
+        let sum = AtomicUsize::new(0);
+        std::thread::scope(|scope| {
+            for _ in 0..4 {
+                scope.spawn(|| {
+                    for _ in 0..200 {
+                        pool.for_each(6, &|i| {
+                            sum.fetch_add(i, Ordering::Relaxed);
+                        });
+                    }
+                });
+            }
+        });
+        assert_eq!(sum.into_inner(), 4 * 200 * 15);
     }
 }
