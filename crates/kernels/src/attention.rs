@@ -190,23 +190,17 @@ impl Task<'_> {
         range: (usize, usize),
         queries: &mut [Query],
     ) {
-        let mut p = [[0f32; KV_BLOCK]; N];
-        let mut stats = [(0f32, 0f32); N];
+        let mut part = [Part { p: [0.0; KV_BLOCK], merge: Merge::default() }; N];
         // SAFETY: as this function.
-        unsafe { self.scores::<S, E, N>(s, key, queries, &mut p) };
+        unsafe { self.scores::<S, E, N>(s, key, queries, &mut part) };
         let mut n = 0;
         while n < N {
-            stats[n] = softmax_block(s, self.op, range, &mut p[n]);
-            n += 1;
-        }
-        let mut merge = [Merge::default(); N];
-        let mut n = 0;
-        while n < N {
-            merge[n] = queries[n].merge(s, stats[n]);
+            let stats = softmax_block(s, self.op, range, &mut part[n].p);
+            part[n].merge = queries[n].merge(s, stats);
             n += 1;
         }
         // SAFETY: as this function.
-        unsafe { self.values::<S, E, N>(s, value, range, &p, &merge, queries) };
+        unsafe { self.values::<S, E, N>(s, value, range, &part, queries) };
     }
 
     /// Scores of 32 keys: lane = key, dimensions in order.
@@ -219,7 +213,7 @@ impl Task<'_> {
         s: S,
         key: *const u8,
         queries: &[Query],
-        p: &mut [[f32; KV_BLOCK]; N],
+        part: &mut [Part; N],
     ) {
         let mut acc = [[s.splat(0.0); 2]; N];
         for d in 0..self.kv.layer.layout.head_dim {
@@ -239,8 +233,8 @@ impl Task<'_> {
         while n < N {
             // SAFETY: 32 scores.
             unsafe {
-                s.store(p[n].as_mut_ptr(), acc[n][0]);
-                s.store(p[n].as_mut_ptr().add(LANES), acc[n][1]);
+                s.store(part[n].p.as_mut_ptr(), acc[n][0]);
+                s.store(part[n].p.as_mut_ptr().add(LANES), acc[n][1]);
             }
             n += 1;
         }
@@ -257,22 +251,23 @@ impl Task<'_> {
         s: S,
         value: *const u8,
         range: (usize, usize),
-        p: &[[f32; KV_BLOCK]; N],
-        merge: &[Merge; N],
+        part: &[Part; N],
         queries: &[Query],
     ) {
         let dim = self.kv.layer.layout.head_dim;
         let stride = dim.next_multiple_of(LANES);
         for d in (0..dim).step_by(LANES) {
             let mut acc = [s.splat(0.0); N];
-            for key in range.0..range.1 {
+            let mut key = range.0;
+            while key < range.1 {
                 // SAFETY: value_stride elements a key, whole vectors.
                 let v = unsafe { E::load(s, value.add((key * stride + d) * E::BYTES)) };
                 let mut n = 0;
                 while n < N {
-                    acc[n] = s.fma(s.splat(p[n][key]), v, acc[n]);
+                    acc[n] = s.fma(s.splat(part[n].p[key]), v, acc[n]);
                     n += 1;
                 }
+                key += 1;
             }
             let lanes = LANES.min(dim - d);
             let mut n = 0;
@@ -280,7 +275,7 @@ impl Task<'_> {
                 // SAFETY: the query's own outputs.
                 unsafe {
                     let out = self.out.slice(queries[n].at + d, lanes).as_mut_ptr();
-                    let m = &merge[n];
+                    let m = &part[n].merge;
                     let merged = if m.is_first {
                         acc[n]
                     } else {
@@ -293,6 +288,14 @@ impl Task<'_> {
             }
         }
     }
+}
+
+/// What a block is to one query.
+#[derive(Clone, Copy)]
+struct Part {
+    /// Scores of the block's keys, then their weights.
+    p: [f32; KV_BLOCK],
+    merge: Merge,
 }
 
 /// Factors of what a query had and of what a block adds.

@@ -90,6 +90,11 @@ impl Arith {
     }
 }
 
+/// Whole blocks to numbers.
+pub type Dequantize = fn(&[u8], &mut [f32]);
+/// Whole blocks to groups of 32 columns.
+pub type Unpack = fn(&[u8], &mut [Group]);
+
 /// One row of [`FORMATS`].
 pub struct Format {
     /// The format.
@@ -103,9 +108,9 @@ pub struct Format {
     /// How it enters a dot product.
     pub arith: Arith,
     /// Whole blocks to f32: `src.len() / block_bytes * block_len == dst.len()`.
-    pub dequantize: fn(&[u8], &mut [f32]),
+    pub dequantize: Dequantize,
     /// Whole blocks to groups of 32 columns; `None` for float formats.
-    pub unpack: Option<fn(&[u8], &mut [Group])>,
+    pub unpack: Option<Unpack>,
     /// How it is packed; `None` where kernels read the stored blocks.
     pub panel: Option<&'static PanelFormat>,
 }
@@ -164,7 +169,7 @@ impl DType {
     /// Bytes of a row of `cols` columns, or `None` when `cols` is not a whole number of blocks or the size overflows.
     pub fn row_bytes(self, cols: usize) -> Option<usize> {
         let f = self.format();
-        if cols % f.block_len != 0 {
+        if !cols.is_multiple_of(f.block_len) {
             return None;
         }
         (cols / f.block_len).checked_mul(f.block_bytes)

@@ -235,7 +235,7 @@ impl KvLayer {
     }
 
     /// The key and the value of one position and head, as the cache keeps them: for tests and references.
-    pub fn read(&self, blocks: &KvBlocks, block: u32, slot: usize, head: usize, k: &mut [f32], v: &mut [f32]) {
+    pub fn read(&self, blocks: &KvBlocks, (block, slot): (u32, usize), head: usize, k: &mut [f32], v: &mut [f32]) {
         let dim = self.layout.head_dim;
         assert!(slot < KV_BLOCK && k.len() == dim && v.len() == dim);
         let (key, value) = self.head(blocks, block, head);

@@ -289,7 +289,7 @@ impl Part<'_> {
         let panels = &bytes[first * panel_bytes..][..n_panels * panel_bytes];
         let Some(format) = w.dtype.format().panel else {
             // SAFETY: these columns are this task's.
-            return unsafe { self.float(w.dtype, panels, n_panels, first * LANES, width, 0) };
+            return unsafe { self.float(w.dtype, panels, first * LANES, width, 0) };
         };
         for p in 0..n_panels {
             let job = PanelJob {
@@ -326,11 +326,11 @@ impl Part<'_> {
 
     /// # Safety
     /// As [`Product::run`].
-    unsafe fn float(&self, dtype: DType, panels: &[u8], n_panels: usize, col: usize, width: usize, start: usize) {
+    unsafe fn float(&self, dtype: DType, panels: &[u8], col: usize, width: usize, start: usize) {
         let act_stride = self.product.acts.cols();
         let job = FloatJob {
             panels,
-            n_panels,
+            n_panels: width.div_ceil(LANES),
             acts: &self.product.acts.values()[self.first_act() * act_stride..],
             act_stride,
             act_start: start,
@@ -399,7 +399,7 @@ impl Part<'_> {
                     // SAFETY: f32 are plain bytes; these columns are this task's.
                     unsafe {
                         let panel = std::slice::from_raw_parts(wide.as_ptr().cast::<u8>(), cols * LANES * 4);
-                        self.float(DType::F32, panel, 1, p * LANES, lanes, start);
+                        self.float(DType::F32, panel, p * LANES, lanes, start);
                     }
                 }
             }

@@ -91,7 +91,7 @@ fn erf<S: Simd>(s: S, x: S::F) -> S::F {
             -2.685_433e-2,
             1.128_359_7e-1,
             -3.761_262_6e-1,
-            1.128_379_1
+            std::f32::consts::FRAC_2_SQRT_PI
         ),
     );
     let log_erfc = poly!(

@@ -35,7 +35,12 @@ pub enum Activation {
 /// If `x` and `out` differ in length or are not whole rows.
 pub fn rms_norm(exec: &Exec, x: &[f32], weight: &[f32], eps: f32, out: &mut [f32]) {
     let width = weight.len();
-    assert!(x.len() == out.len() && x.len() % width == 0, "{} and {} elements, rows of {width}", x.len(), out.len());
+    assert!(
+        x.len() == out.len() && x.len().is_multiple_of(width),
+        "{} and {} elements, rows of {width}",
+        x.len(),
+        out.len()
+    );
     let parts = SharedMut::new(out);
     for_rows(exec, x.len() / width, width, &|row, rows| {
         // SAFETY: rows of this task only.

@@ -286,7 +286,7 @@ fn head_dim(keys: &Keys, dim: usize, n_heads: usize) -> Result<usize, Error> {
     let key_length = keys.count("attention.key_length")?;
     let head_dim = match key_length {
         Some(n) => n,
-        None if dim % n_heads == 0 => dim / n_heads,
+        None if dim.is_multiple_of(n_heads) => dim / n_heads,
         None => {
             let what = format!("missing, and embedding_length {dim} is not divisible by {n_heads} heads");
             return Err(keys.error("attention.key_length", what));

@@ -152,7 +152,7 @@ impl Backend for Reference {
                 let mut values = Vec::new();
                 for p in first..=pos {
                     let block = plan.tables[span.table + p / KV_BLOCK - span.first_block];
-                    layer.read(blocks, block, p % KV_BLOCK, head / group, &mut k, &mut v);
+                    layer.read(blocks, (block, p % KV_BLOCK), head / group, &mut k, &mut v);
                     let dot: f64 = q.iter().zip(&k).map(|(&q, &k)| f64::from(q) * f64::from(k)).sum();
                     let score = dot * f64::from(op.scale);
                     scores.push(op.softcap.map_or(score, |cap| f64::from(cap) * (score / f64::from(cap)).tanh()));

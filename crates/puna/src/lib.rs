@@ -1,6 +1,19 @@
 //! puna: an engine for Llama-family language models on CPUs.
 //!
 //! The same request gives the same answer, bit for bit, whatever else runs beside it, on any number of threads.
+//!
+//! ```no_run
+//! use puna::{Engine, EngineOptions, Request, sampler::PartialSampling};
+//! use serde_json::json;
+//!
+//! fn main() -> Result<(), puna::Error> {
+//!     let mut engine = Engine::load("model.gguf", &EngineOptions::default(), &mut |_, _| {})?;
+//!     let prompt = engine.chat_prompt(&[json!({ "role": "user", "content": "What is a puna?" })], None)?;
+//!     let request = Request::new(prompt, engine.sampling(&PartialSampling::default()));
+//!     engine.generate(request, |event| { print!("{}", event.text); true })?;
+//!     Ok(())
+//! }
+//! ```
 
 #![forbid(unsafe_code)]
 

@@ -11,7 +11,9 @@ use ahash::AHashMap;
 use tokenizers::models::bpe::BPE;
 use tokenizers::normalizers::NormalizerWrapper;
 use tokenizers::pre_tokenizers::PreTokenizerWrapper;
-use tokenizers::{Model, NormalizedString, Normalizer, OffsetReferential, OffsetType, PreTokenizedString, PreTokenizer};
+use tokenizers::{
+    Model, NormalizedString, Normalizer, OffsetReferential, OffsetType, PreTokenizedString, PreTokenizer,
+};
 
 use crate::added::{AddedTokens, Piece, Trust};
 use crate::error::{Result, TextError, one_line};

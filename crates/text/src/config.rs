@@ -162,7 +162,8 @@ fn added_tokens(config: &Value, old: &Value) -> Result<Vec<AddedTokenJson>> {
         tokens.insert(id, AddedTokenJson { id, ..AddedTokenJson::plain(content) });
     }
     for (id, token) in config["added_tokens_decoder"].as_object().into_iter().flatten() {
-        let number = id.parse().map_err(|_| error(CONFIG, format!("added_tokens_decoder: {id:?} is not a token id")))?;
+        let number =
+            id.parse().map_err(|_| error(CONFIG, format!("added_tokens_decoder: {id:?} is not a token id")))?;
         let token: AddedTokenJson = serde_json::from_value(token.clone())
             .map_err(|e| error(CONFIG, format!("added_tokens_decoder[{id:?}]: {e}")))?;
         tokens.insert(number, AddedTokenJson { id: number, ..token });

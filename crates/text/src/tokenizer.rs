@@ -17,10 +17,35 @@ use crate::vocab::{TokenKind, TokenTable, VocabSpec, byte_level, byte_token};
 /// file, a token with one of these texts that begins with `<|` counts as a control token even if the file says
 /// otherwise; the other texts may be ordinary ones (`</s>` is in Qwen2's vocabulary for HTML's sake).
 pub const EOG_TEXTS: &[&str] = &[
-    "<|eot_id|>", "<|eom_id|>", "<|im_end|>", "<|end|>", "<|endoftext|>", "<|end_of_text|>", "</s>", "<end_of_turn>",
-    "<eos>", "<EOT>", "_<EOT>", "[EOT]", "[EOS]", "<|return|>", "<|call|>", "<end_of_utterance>", "[e~[",
-    "<｜end▁of▁sentence｜>", "<|fim_pad|>", "<fim-pad>", "<fim_pad>", "<PAD>", "[PAD]", "<|fim_repo|>", "<|repo_name|>",
-    "<fim-repo>", "<REPO>", "<reponame>", "<|file_sep|>",
+    "<|eot_id|>",
+    "<|eom_id|>",
+    "<|im_end|>",
+    "<|end|>",
+    "<|endoftext|>",
+    "<|end_of_text|>",
+    "</s>",
+    "<end_of_turn>",
+    "<eos>",
+    "<EOT>",
+    "_<EOT>",
+    "[EOT]",
+    "[EOS]",
+    "<|return|>",
+    "<|call|>",
+    "<end_of_utterance>",
+    "[e~[",
+    "<｜end▁of▁sentence｜>",
+    "<|fim_pad|>",
+    "<fim-pad>",
+    "<fim_pad>",
+    "<PAD>",
+    "[PAD]",
+    "<|fim_repo|>",
+    "<|repo_name|>",
+    "<fim-repo>",
+    "<REPO>",
+    "<reponame>",
+    "<|file_sep|>",
 ];
 
 /// Whether the ids begin with the token that marks the beginning of a text.
@@ -150,7 +175,13 @@ impl Tokenizer {
             if let (TokenKind::Control | TokenKind::Unknown | TokenKind::UserDefined, Some(text)) = (kind, text) {
                 let rstrip = phi3 && !["<unk>", "<s>", "<|endoftext|>"].contains(&text);
                 let control = kind.is_control();
-                added.push(AddedToken { id: id as u32, content: text.into(), control, rstrip, ..AddedToken::default() });
+                added.push(AddedToken {
+                    id: id as u32,
+                    content: text.into(),
+                    control,
+                    rstrip,
+                    ..AddedToken::default()
+                });
             }
         }
         let ends = [spec.eos, spec.eot, spec.eom].into_iter().flatten();

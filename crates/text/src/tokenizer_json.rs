@@ -317,7 +317,8 @@ mod tests {
 
     #[test]
     fn merges_as_text_and_as_pairs() {
-        let mut read = model(json!({"type": "BPE", "vocab": {"a": 0}, "merges": ["#version: 0.2", "a b", ["c d", "e"]]}));
+        let mut read =
+            model(json!({"type": "BPE", "vocab": {"a": 0}, "merges": ["#version: 0.2", "a b", ["c d", "e"]]}));
         let pair = |l: &str, r: &str| (l.to_string(), r.to_string());
         assert_eq!(read.take_merges().unwrap(), [pair("a", "b"), pair("c d", "e")]);
         for bad in [json!("ab"), json!("a b c"), json!(" b"), json!(["a"]), json!(["a", "b", "c"]), json!(["", "b"])] {

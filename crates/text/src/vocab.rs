@@ -306,6 +306,9 @@ mod tests {
         table.set(2, b"c", TokenKind::Control);
         assert_eq!((table.bytes(0), table.bytes(1), table.bytes(2)), (&b"ab"[..], &b""[..], &b"c"[..]));
         assert_eq!((table.bytes(3), table.bytes(u32::MAX)), (&b""[..], &b""[..]));
-        assert_eq!((table.kind(1), table.kind(2), table.kind(3)), (TokenKind::Unused, TokenKind::Control, TokenKind::Unused));
+        assert_eq!(
+            (table.kind(1), table.kind(2), table.kind(3)),
+            (TokenKind::Unused, TokenKind::Control, TokenKind::Unused)
+        );
     }
 }

@@ -35,7 +35,10 @@ fn endless_work() {
         ("searching", "{% set a = range(100000)|list %}{% for i in range(100000) %}{{ 'q' in a }}{% endfor %}"),
         ("counting", "{% set a = range(90000)|list %}{% for i in range(100000) %}{{ a.count(1) }}{% endfor %}"),
         ("storing", "{% for i in range(100000) %}{% set a = range(90000) %}{% endfor %}"),
-        ("appending", "{% set n = namespace(l=[]) %}{% for i in range(99999) %}{% set n.l = n.l + ['x'] %}{% endfor %}"),
+        (
+            "appending",
+            "{% set n = namespace(l=[]) %}{% for i in range(99999) %}{% set n.l = n.l + ['x'] %}{% endfor %}",
+        ),
         ("joining", "{% set a = 'x' * 100000 %}{{ range(100000)|join(a)|length }}"),
         ("strings", "{% for i in range(99999) %}{% set a = 'x' * 9999999 %}{% endfor %}"),
         ("splitting", "{% set a = 'x' * 9999999 %}{% for i in range(99999) %}{{ a.split('y')|length }}{% endfor %}"),
@@ -45,7 +48,10 @@ fn endless_work() {
         ("keeping", "{% set a = 'x' * 9999999 %}"),
         ("recursive loop", "{% for x in [1] recursive %}{{ loop([1]) }}{% endfor %}"),
         ("macro", "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}"),
-        ("two macros", "{% macro f(x) %}{{ g(x) }}{% endmacro %}{% macro g(x) %}{{ f(x) }}{{ f(x) }}{% endmacro %}{{ f(1) }}"),
+        (
+            "two macros",
+            "{% macro f(x) %}{{ g(x) }}{% endmacro %}{% macro g(x) %}{{ f(x) }}{{ f(x) }}{% endmacro %}{{ f(1) }}",
+        ),
         ("caller", "{% macro f() %}{% call f() %}{{ caller() }}{% endcall %}{% endmacro %}{{ f() }}"),
     ] {
         check(name, template, false);
@@ -79,7 +85,10 @@ fn endless_memory() {
         ("indent", "{{ 'a'|indent(2000000000, true) }}"),
         ("power", "{{ 9**9**9**9 }}"),
         ("range", "{{ range(10**12)|list|length }}"),
-        ("json", "{% set n = namespace(x=[1]) %}{% for i in range(20) %}{% set n.x = [n.x, n.x] %}{% endfor %}{{ n.x|tojson|length }}"),
+        (
+            "json",
+            "{% set n = namespace(x=[1]) %}{% for i in range(20) %}{% set n.x = [n.x, n.x] %}{% endfor %}{{ n.x|tojson|length }}",
+        ),
         ("json indent", "{{ [[[[[1]]]]]|tojson(indent='x' * 9999999) }}"),
         ("output", "{% set a = 'x' * 9999999 %}{% for i in range(99) %}{{ a }}{% endfor %}"),
     ] {
@@ -90,7 +99,9 @@ fn endless_memory() {
 #[test]
 fn deep_values() {
     let nested = |start: &str, step: &str, end: &str| {
-        format!("{{% set n = namespace(x={start}) %}}{{% for i in range(99999) %}}{{% set n.x = {step} %}}{{% endfor %}}{end}")
+        format!(
+            "{{% set n = namespace(x={start}) %}}{{% for i in range(99999) %}}{{% set n.x = {step} %}}{{% endfor %}}{end}"
+        )
     };
     for (name, template) in [
         ("list", nested("[]", "[n.x]", "ok")),
@@ -108,7 +119,10 @@ fn deep_values() {
         ("map", nested("[1]", "n.x|map('string')", "ok")),
         ("reverse", nested("[1]", "n.x|reverse", "ok")),
         ("once in itself", "{% set n = namespace() %}{% set n.x = n %}{{ n == n }}{{ n.x }}".into()),
-        ("once in a list", "{% set n = namespace(a=1) %}{% set n.x = [n] %}{{ n.x }}{{ n.x|tojson }}{{ n.x == n.x }}".into()),
+        (
+            "once in a list",
+            "{% set n = namespace(a=1) %}{% set n.x = [n] %}{{ n.x }}{{ n.x|tojson }}{{ n.x == n.x }}".into(),
+        ),
         ("sets", format!("{}{{{{ x == x }}}}", "{% set x = [x] %}".repeat(1900))),
         ("slice sets", format!("{{% set x = [1] %}}{}{{{{ x|length }}}}", "{% set x = x[0:] %}".repeat(1900))),
     ] {
@@ -192,8 +206,10 @@ fn errors_carry_the_templates_words_in_one_line() {
     let failed = render("a\n{{ 'a' + 1 }}").unwrap_err().to_string();
     assert_eq!(failed, "chat template, line 2: invalid operation: unsupported operands of +: string and number");
     assert!(matches!(render("{% endfor %}"), Err(TextError::TemplateSyntax { line: 1, .. })));
-    assert!(matches!(render("{% for i in range(99999) %}{% for i in range(99999) %}{% endfor %}{% endfor %}"),
-        Err(TextError::TemplateLimit(_))));
+    assert!(matches!(
+        render("{% for i in range(99999) %}{% for i in range(99999) %}{% endfor %}{% endfor %}"),
+        Err(TextError::TemplateLimit(_))
+    ));
 }
 
 #[test]

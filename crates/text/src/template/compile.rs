@@ -104,7 +104,8 @@ fn check_size(source: &str) -> Result<()> {
             Token::Ident("elif") => branches += 1,
             Token::Assign => assignments += 1,
             Token::Ident("and" | "or" | "not" | "is" | "in" | "if" | "else") => operators += 1,
-            Token::Ident(_) | Token::Str(_) | Token::String(_) | Token::Int(_) | Token::Int128(_) | Token::Float(_) => {}
+            Token::Ident(_) | Token::Str(_) | Token::String(_) | Token::Int(_) | Token::Int128(_) | Token::Float(_) => {
+            }
             Token::TemplateData(_) | Token::VariableEnd | Token::BlockEnd | Token::Comma | Token::Colon => {}
             _ => operators += 1,
         }
@@ -192,7 +193,10 @@ mod tests {
         assert_eq!(prepared("a{% generation %}b{% endgeneration %}c"), "a{% with %}b{% endwith %}c");
         assert_eq!(prepared("{%- generation -%}b{%+ endgeneration+%}"), "{%- with -%}b{%+ endwith +%}");
         assert_eq!(prepared("{% generations %}{{ generation }}"), "{% generations %}{{ generation }}");
-        assert_eq!(prepared("a*b{{ 2*3 }}{{ f(*x) }}"), format!("a*b{{{{ 2* {} *3 }}}}{{{{ f(*x) }}}}", operators::ONE));
+        assert_eq!(
+            prepared("a*b{{ 2*3 }}{{ f(*x) }}"),
+            format!("a*b{{{{ 2* {} *3 }}}}{{{{ f(*x) }}}}", operators::ONE)
+        );
         assert_eq!(prepared("a\r\nb\rc"), "a\nb\nc");
     }
 

@@ -10,7 +10,12 @@ use super::{MAX_DEPTH, MAX_OUTPUT};
 type Result<T> = std::result::Result<T, Error>;
 
 /// The filter: `x | tojson(ensure_ascii, indent, separators, sort_keys)`, by position or by name.
-pub(super) fn tojson(state: &State, value: &Value, positional: minijinja::value::Rest<Value>, named: Kwargs) -> Result<Value> {
+pub(super) fn tojson(
+    state: &State,
+    value: &Value,
+    positional: minijinja::value::Rest<Value>,
+    named: Kwargs,
+) -> Result<Value> {
     let argument = |index: usize, name: &str| -> Result<Value> {
         let named: Option<Value> = named.get(name)?;
         Ok(positional.get(index).cloned().or(named).unwrap_or(Value::from(())))
@@ -148,7 +153,9 @@ fn key(key: &Value) -> Result<String> {
         ValueKind::None => Ok("null".into()),
         ValueKind::Bool => Ok(if key.is_true() { "true" } else { "false" }.into()),
         ValueKind::Number => Ok(number(key)),
-        other => Err(Error::new(ErrorKind::BadSerialization, format!("a key of type {other} is not JSON serializable"))),
+        other => {
+            Err(Error::new(ErrorKind::BadSerialization, format!("a key of type {other} is not JSON serializable")))
+        }
     }
 }
 

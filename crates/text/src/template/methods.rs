@@ -77,7 +77,13 @@ fn to_float(value: &Value) -> Option<f64> {
 }
 
 /// `truncate(length=255, killwords=false, end='...', leeway=5)`
-fn truncate(text: &str, length: Option<usize>, cut_words: Option<bool>, end: Option<&str>, leeway: Option<usize>) -> String {
+fn truncate(
+    text: &str,
+    length: Option<usize>,
+    cut_words: Option<bool>,
+    end: Option<&str>,
+    leeway: Option<usize>,
+) -> String {
     let (length, end) = (length.unwrap_or(255), end.unwrap_or("..."));
     if text.chars().count() <= length.saturating_add(leeway.unwrap_or(5)) {
         return text.to_string();
@@ -220,7 +226,8 @@ fn split_from_right(text: &str, separator: Option<&str>, most: Option<i64>) -> V
 
 /// Python's line ends, which are more than `\n`.
 fn lines(text: &str, keep: bool) -> Vec<Value> {
-    let end = |c: char| matches!(c, '\n' | '\r' | '\x0b' | '\x0c' | '\x1c'..='\x1e' | '\u{85}' | '\u{2028}' | '\u{2029}');
+    let end =
+        |c: char| matches!(c, '\n' | '\r' | '\x0b' | '\x0c' | '\x1c'..='\x1e' | '\u{85}' | '\u{2028}' | '\u{2029}');
     let (mut rest, mut lines) = (text, Vec::new());
     while !rest.is_empty() {
         let at = rest.find(end).unwrap_or(rest.len());
