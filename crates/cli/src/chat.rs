@@ -12,7 +12,7 @@ const HELP: &str = "\
 /system TEXT    begin anew with a system message; without TEXT, without one
 /clear          begin anew
 /again          another answer to the last message
-/exit           leave; so does Ctrl-D
+/exit           leave; so do Ctrl-D, and Ctrl-C twice
 A line that ends in \\ goes on in the next one. Ctrl-C ends an answer.";
 
 /// Talks until the user leaves.
@@ -31,12 +31,22 @@ pub fn run(session: &mut Session, system: Option<&str>) -> Result<(), Error> {
         session.engine.ctx()
     );
     let mut talk = Conversation::new(system);
+    let mut wants_to_leave = false;
     loop {
         let line = match read(&mut editor) {
             Ok(line) => line,
-            Err(ReadlineError::Eof | ReadlineError::Interrupted) => break,
+            Err(ReadlineError::Eof) => break,
+            Err(ReadlineError::Interrupted) if wants_to_leave => break,
+            Err(ReadlineError::Interrupted) => {
+                // It may have been meant for an answer that had just ended.
+                eprintln!("Once more to leave.");
+                wants_to_leave = true;
+                continue;
+            }
             Err(e) => return Err(Error::Input(format!("the terminal cannot be read: {e}"))),
         };
+        wants_to_leave = false;
+        session.forget_interrupt();
         let text = line.trim();
         if text.is_empty() {
             continue;

@@ -114,6 +114,11 @@ impl<'a> Session<'a> {
         Ok(Session { engine, args, template, loading: start.elapsed(), interrupted })
     }
 
+    /// Forgets Ctrl-C that was pressed before now.
+    pub fn forget_interrupt(&self) {
+        self.interrupted.store(false, Ordering::SeqCst);
+    }
+
     /// Ids of a text as it is.
     fn encode(&self, text: &str) -> Result<Vec<u32>, Error> {
         let tokenizer = self.engine.tokenizer()?;
@@ -143,10 +148,9 @@ impl<'a> Session<'a> {
         let mut progress = Progress::new("reading the prompt", Unit::Tokens);
         let (mut text, mut ids) = (String::new(), Vec::new());
         let mut printed: Result<(), std::io::Error> = Ok(());
-        self.interrupted.store(false, Ordering::SeqCst);
         let (interrupted, as_json) = (&self.interrupted, self.args.json);
         let finish = self.engine.generate(request, |event| {
-            if event.token.is_none() {
+            if event.token.is_none() && event.finish.is_none() {
                 progress.update(event.computed as u64, total);
             } else {
                 progress.finish();

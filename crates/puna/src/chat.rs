@@ -38,7 +38,7 @@ impl Engine {
         &self,
         messages: &[Value],
         template: Option<&str>,
-        f: impl FnOnce(&ChatTemplate, &ChatInput, &Tokenizer) -> puna_text::Result<T>,
+        f: impl FnOnce(&ChatTemplate, &ChatInput, &Tokenizer) -> Result<T, puna_text::TextError>,
     ) -> Result<T, Error> {
         let tokenizer = self.tokenizer()?;
         let source = template.map_or_else(|| self.template(), Ok)?;
