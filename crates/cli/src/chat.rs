@@ -18,6 +18,8 @@ A line that ends in \\ goes on in the next one. Ctrl-C ends an answer.";
 /// Talks until the user leaves.
 pub fn run(session: &mut Session, system: Option<&str>) -> Result<(), Error> {
     let mut editor = DefaultEditor::new().map_err(|e| Error::Input(format!("the terminal cannot be read: {e}")))?;
+    // The editor takes Ctrl-C for itself when it is made: we come after it.
+    session.catch_interrupts()?;
     let history = history_file();
     if let Some(path) = &history {
         // The first time there is none.

@@ -68,6 +68,7 @@ pub fn run(args: &RunArgs) -> Result<(), Error> {
     match prompt {
         None => chat::run(&mut session, args.system.as_deref()),
         Some(prompt) => {
+            session.catch_interrupts()?;
             let ids = if args.raw {
                 session.encode(&prompt)?
             } else {
@@ -101,17 +102,19 @@ impl<'a> Session<'a> {
         options.load.profile = args.profile;
         let engine = Engine::from_files(files, &options, &mut |done, total| progress.update(done, total))?;
         progress.finish();
-        let interrupted = Arc::new(AtomicBool::new(false));
-        let flag = interrupted.clone();
-        // The second Ctrl-C does not wait for anything.
+        let template = args.template.as_ref().map(|path| read_text(Some(path))).transpose()?;
+        Ok(Session { engine, args, template, loading: start.elapsed(), interrupted: Arc::default() })
+    }
+
+    /// From here on Ctrl-C ends an answer; pressed again before it has ended, the program.
+    pub fn catch_interrupts(&self) -> Result<(), Error> {
+        let flag = self.interrupted.clone();
         let handler = move || {
             if flag.swap(true, Ordering::SeqCst) {
                 std::process::exit(130);
             }
         };
-        ctrlc::set_handler(handler).map_err(|e| Error::Input(format!("Ctrl-C cannot be handled: {e}")))?;
-        let template = args.template.as_ref().map(|path| read_text(Some(path))).transpose()?;
-        Ok(Session { engine, args, template, loading: start.elapsed(), interrupted })
+        ctrlc::set_handler(handler).map_err(|e| Error::Input(format!("Ctrl-C cannot be handled: {e}")))
     }
 
     /// Forgets Ctrl-C that was pressed before now.
