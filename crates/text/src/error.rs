@@ -1,7 +1,7 @@
 use thiserror::Error;
 
 /// Shorthand for results of this crate.
-pub type Result<T> = std::result::Result<T, TextError>;
+pub(crate) type Result<T> = std::result::Result<T, TextError>;
 
 /// What can be wrong with a vocabulary, a tokenizer file or a chat template. Every message is one line.
 #[derive(Debug, Clone, PartialEq, Error)]

@@ -1,4 +1,29 @@
 //! Text in and out of token ids, and chat templates.
+//!
+//! - [`Tokenizer`]: from the vocabulary inside a GGUF file ([`VocabSpec`]) or from the files of a Hugging Face folder
+//!   ([`HfFiles`]), with the exact ids of llama.cpp and `transformers`;
+//! - [`TokenStream`]: ids to text as they are generated, never splitting a character;
+//! - [`StopMatcher`]: stop strings in streamed text, wherever tokens cut it;
+//! - [`ChatTemplate`]: a conversation to a prompt, and which parts of it the conversation cannot forge.
+//!
+//! Nothing here knows models or file containers. All input is taken to be hostile: files are checked before they are
+//! used, and templates run within bounds of work, memory and depth. There is no panic on any input.
+//!
+//! # Libraries
+//!
+//! Byte-pair merging, normalizing and splitting are the `tokenizers` crate's, for GGUF and tokenizer.json alike;
+//! SentencePiece merging by score is our own ([`Tokenizer`] says why), and so is everything that depends on trust
+//! or on streaming. Templates run in `minijinja`, behind checks of our own where it has none.
+//!
+//! ```
+//! use puna_text::{ChatInput, ChatTemplate};
+//!
+//! let template = ChatTemplate::new("{% for m in messages %}<|{{ m.role }}|>{{ m.content | trim }}{% endfor %}")?;
+//! let messages = serde_json::json!([{"role": "user", "content": " Hello "}]);
+//! let prompt = template.render(&ChatInput { messages: Some(&messages), ..ChatInput::default() })?;
+//! assert_eq!(prompt, "<|user|>Hello");
+//! # Ok::<(), puna_text::TextError>(())
+//! ```
 #![forbid(unsafe_code)]
 
 mod added;
@@ -16,7 +41,7 @@ mod tokenizer;
 mod tokenizer_json;
 mod vocab;
 
-pub use error::{Result, TextError};
+pub use error::TextError;
 pub use hf::HfFiles;
 pub use stop::{StopMatcher, StopStep};
 pub use stream::TokenStream;

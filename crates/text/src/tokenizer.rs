@@ -100,7 +100,7 @@ impl Segment {
 
 pub(crate) enum Encoder {
     Bpe(Box<Bpe>),
-    Spm(Spm),
+    Spm(Box<Spm>),
 }
 
 /// Ids that have a role.
@@ -149,7 +149,7 @@ impl Tokenizer {
         spec.validate()?;
         let (encoder, add_bos) = match spec.model {
             "gpt2" => (Encoder::Bpe(Box::new(Bpe::from_vocab(spec)?)), crate::pretokenize::find(spec)?.add_bos),
-            "llama" => (Encoder::Spm(Spm::from_vocab(spec)?), true),
+            "llama" => (Encoder::Spm(Box::new(Spm::from_vocab(spec)?)), true),
             other => {
                 let (key, supported) = ("tokenizer.ggml.model", "gpt2, llama");
                 return Err(TextError::UnsupportedKind { key, found: other.to_string(), supported });

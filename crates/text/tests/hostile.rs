@@ -1,5 +1,6 @@
 //! Templates that try to run for ever, to fill memory or to overflow the stack end in an error, soon. The tests run
 //! on threads with Rust's default stack of 2 MiB.
+#![allow(clippy::unwrap_used)]
 
 use std::time::{Duration, Instant};
 

@@ -1,5 +1,6 @@
 //! Ids and text compared with reference implementations: transformers (tokens.json beside each model) and the
 //! `tokenizers` Python package (data/tokens.json, written by data/generate_tokens.py).
+#![allow(clippy::unwrap_used)]
 
 use std::path::PathBuf;
 

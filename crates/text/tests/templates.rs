@@ -1,5 +1,6 @@
 //! Template features against transformers (data/templates.json, written by data/generate_templates.py), and hostile
 //! templates against the bounds.
+#![allow(clippy::unwrap_used)]
 
 use puna_text::{ChatInput, ChatTemplate, TextError};
 use serde_json::{Map, Value};

@@ -1,11 +1,16 @@
 //! Text in a conversation never becomes a control token, whatever the template does with it, and the prompt stays the
 //! one that is rendered plainly.
+#![allow(clippy::unwrap_used)]
+
+use std::sync::LazyLock;
 
 use proptest::prelude::*;
 use puna_text::{AddBos, ChatInput, ChatTemplate, Segment, Tokenizer, VocabSpec};
 use serde_json::{Value, json};
 
 const CONTROL: [&str; 7] = ["<|im_start|>", "<|im_end|>", "<|user|>", "<|end|>", "[INST]", "</s>", "<tool_call>"];
+
+static TOKENIZER: LazyLock<Tokenizer> = LazyLock::new(tokenizer);
 
 /// Every byte, then the control tokens.
 fn tokenizer() -> Tokenizer {
@@ -45,7 +50,7 @@ const TEMPLATES: [&str; 10] = [CHATML, TRIMMED, BUILT, THINKING, GLUED, WORDS, J
 fn segments(template: &str, messages: &Value) -> Vec<Segment> {
     let template = ChatTemplate::new(template).unwrap();
     let input = ChatInput { messages: Some(messages), ..ChatInput::default() };
-    let segments = template.render_segments(&input, &tokenizer()).unwrap();
+    let segments = template.render_segments(&input, &TOKENIZER).unwrap();
     let joined: String = segments.iter().map(|s| s.text.as_str()).collect();
     assert_eq!(joined, template.render(&input).unwrap());
     segments
@@ -53,7 +58,7 @@ fn segments(template: &str, messages: &Value) -> Vec<Segment> {
 
 /// The control tokens in a prompt, in order.
 fn controls(template: &str, messages: &Value) -> Vec<String> {
-    let tokenizer = tokenizer();
+    let tokenizer = &*TOKENIZER;
     let segments = segments(template, messages);
     let ids = tokenizer.encode_segments(&segments, AddBos::No).unwrap();
     let joined: String = segments.iter().map(|s| s.text.as_str()).collect();
@@ -124,8 +129,8 @@ fn names_keys_and_tools_are_not_trusted_either() {
         variables: variables.as_object(),
         ..ChatInput::default()
     };
-    let tokenizer = tokenizer();
-    let segments = template.render_segments(&input, &tokenizer).unwrap();
+    let tokenizer = &*TOKENIZER;
+    let segments = template.render_segments(&input, tokenizer).unwrap();
     let ids = tokenizer.encode_segments(&segments, AddBos::No).unwrap();
     let found: Vec<_> =
         ids.iter().filter(|&&id| tokenizer.is_control(id)).map(|&id| tokenizer.token_text(id)).collect();

@@ -156,8 +156,11 @@ fn model(folder: &Path, shards: &Shards) -> Result<(Parsed, Names), Error> {
 
 impl Checkpoint for Folder {
     fn config(&self) -> Result<(&'static Arch, Config), Error> {
-        let (parsed, _) = self.model.as_ref().map_err(Clone::clone)?;
-        Ok((parsed.arch, parsed.config.clone()))
+        match &self.model {
+            Ok((parsed, _)) => Ok((parsed.arch, parsed.config.clone())),
+            // Without weights nothing fits; what was first is the cause.
+            Err(e) => Err(self.problems.first().unwrap_or(e).clone()),
+        }
     }
 
     fn is_gguf(&self) -> bool {

@@ -201,16 +201,15 @@ struct Header(IndexMap<String, RawInfo>);
 #[derive(serde::Deserialize)]
 struct RawInfo {
     dtype: String,
-    shape: Numbers<MAX_DIMS>,
-    data_offsets: Numbers<2>,
+    #[serde(deserialize_with = "shape")]
+    shape: Vec<u64>,
+    #[serde(deserialize_with = "data_offsets")]
+    data_offsets: Vec<u64>,
 }
-
-/// At most so many numbers.
-struct Numbers<const MAX: usize>(Vec<u64>);
 
 impl RawInfo {
     fn check(self) -> Result<Info, String> {
-        let RawInfo { dtype, shape: Numbers(shape), data_offsets: Numbers(offsets) } = self;
+        let RawInfo { dtype, shape, data_offsets: offsets } = self;
         let ty = TYPES.iter().find(|t| t.name == dtype).ok_or_else(|| format!("unknown dtype {}", escape(&dtype)))?;
         let &[begin, end] = &offsets[..] else {
             return Err(format!("data_offsets: expected two numbers, found {}", offsets.len()));
@@ -249,27 +248,32 @@ impl<'de> Deserialize<'de> for Header {
     }
 }
 
-impl<'de, const MAX: usize> Deserialize<'de> for Numbers<MAX> {
-    fn deserialize<D: Deserializer<'de>>(d: D) -> Result<Self, D::Error> {
-        struct List<const MAX: usize>;
-        impl<'de, const MAX: usize> Visitor<'de> for List<MAX> {
-            type Value = Numbers<MAX>;
+fn shape<'de, D: Deserializer<'de>>(d: D) -> Result<Vec<u64>, D::Error> {
+    d.deserialize_seq(Numbers(MAX_DIMS)).map_err(|e| de::Error::custom(format!("shape: {e}")))
+}
 
-            fn expecting(&self, f: &mut fmt::Formatter) -> fmt::Result {
-                write!(f, "at most {MAX} whole numbers from 0 on (of shape or data_offsets)")
-            }
+fn data_offsets<'de, D: Deserializer<'de>>(d: D) -> Result<Vec<u64>, D::Error> {
+    d.deserialize_seq(Numbers(2)).map_err(|e| de::Error::custom(format!("data_offsets: {e}")))
+}
 
-            fn visit_seq<A: SeqAccess<'de>>(self, mut seq: A) -> Result<Self::Value, A::Error> {
-                let mut numbers = Vec::new();
-                while let Some(n) = seq.next_element()? {
-                    if numbers.len() == MAX {
-                        return Err(de::Error::invalid_length(MAX + 1, &self));
-                    }
-                    numbers.push(n);
-                }
-                Ok(Numbers(numbers))
+/// At most so many numbers.
+struct Numbers(usize);
+
+impl<'de> Visitor<'de> for Numbers {
+    type Value = Vec<u64>;
+
+    fn expecting(&self, f: &mut fmt::Formatter) -> fmt::Result {
+        write!(f, "at most {} whole numbers from 0 on", self.0)
+    }
+
+    fn visit_seq<A: SeqAccess<'de>>(self, mut seq: A) -> Result<Vec<u64>, A::Error> {
+        let mut numbers = Vec::new();
+        while let Some(n) = seq.next_element()? {
+            if numbers.len() == self.0 {
+                return Err(de::Error::invalid_length(self.0 + 1, &self));
             }
+            numbers.push(n);
         }
-        d.deserialize_seq(List::<MAX>)
+        Ok(numbers)
     }
 }

@@ -184,6 +184,9 @@ pub struct Transposed(pub Stored);
 impl MakeRows for Transposed {
     fn rows(&self, range: Range<usize>) -> Bytes {
         let (n, width, len) = (self.0.n_rows(), self.0.width(), range.len());
+        if len == 0 {
+            return Bytes::new();
+        }
         let mut out = vec![0; len * n * width];
         // A few stored rows at a time, so that what is written lies close together.
         let mut some = vec![0; 16 * len * width];
@@ -242,5 +245,46 @@ mod tests {
             assert_eq!(f64::from(x).to_bits(), expected.to_bits(), "{byte:#x}");
         }
         assert_eq!(E4M3[0x7e], 448.0);
+    }
+
+    /// Every element as its definition says.
+    fn element(m: &Stored, row: usize, col: usize) -> Vec<u8> {
+        let i = row * m.cols + col;
+        match &m.elements {
+            Elements::Plain(width) => m.bytes[i * width..(i + 1) * width].to_vec(),
+            Elements::Fp8(Scales { values, block }) => {
+                let scale = values[row / block[0] * m.cols.div_ceil(block[1]) + col / block[1]];
+                (E4M3[usize::from(m.bytes[i])] * scale).to_le_bytes().to_vec()
+            }
+        }
+    }
+
+    #[test]
+    fn rows_and_columns_of_any_range() {
+        let (rows, cols) = (37usize, 23usize);
+        let bytes: Vec<u8> = (0..rows * cols * 4).map(|i| (i * 7 + i / 11) as u8 & 0x6f).collect();
+        let fp8 = |block: [usize; 2]| {
+            let n = rows.div_ceil(block[0]) * cols.div_ceil(block[1]);
+            Elements::Fp8(Scales { values: (0..n).map(|i| 1.0 + i as f32 / 3.0).collect(), block })
+        };
+        let kinds = [Elements::Plain(2), Elements::Plain(4), fp8([5, 4]), fp8([1, cols]), fp8([64, 64])];
+        for elements in kinds {
+            let width = if let Elements::Plain(width) = elements { width } else { 1 };
+            let stored = Stored { bytes: Bytes::copy_from_slice(&bytes[..rows * cols * width]), cols, elements };
+            for range in [0..rows, 3..4, 17..37, 5..5] {
+                let expected: Vec<u8> = range
+                    .clone()
+                    .flat_map(|r| (0..cols).flat_map(move |c| [(r, c)]))
+                    .flat_map(|(r, c)| element(&stored, r, c))
+                    .collect();
+                assert_eq!(MakeRows::rows(&stored, range), expected);
+            }
+            let stored = Transposed(stored);
+            for range in [0..cols, 3..4, 11..23, 5..5] {
+                let places = range.clone().flat_map(|c| (0..rows).map(move |r| (r, c)));
+                let expected: Vec<u8> = places.flat_map(|(r, c)| element(&stored.0, r, c)).collect();
+                assert_eq!(stored.rows(range), expected);
+            }
+        }
     }
 }

@@ -57,10 +57,15 @@ fn is_list(value: &Value) -> bool {
 
 /// Pays for `len` items.
 pub(super) fn charge(state: &State, len: usize) -> Result<()> {
-    if len > MAX_ITEMS {
-        return Err(invalid(format!("a list of more than {MAX_ITEMS} items")));
-    }
+    check_items(len)?;
     state.consume_fuel((len / ITEMS_PER_FUEL) as u64)
+}
+
+fn check_items(len: usize) -> Result<()> {
+    match len {
+        0..=MAX_ITEMS => Ok(()),
+        _ => Err(invalid(format!("a list of more than {MAX_ITEMS} items"))),
+    }
 }
 
 /// Pays for looking at a value; nested values are on the house, being bounded by [`MAX_KEPT_TEXT`].
@@ -117,17 +122,14 @@ fn picked(len: usize, start: Option<i64>, stop: Option<i64>, step: i64) -> impl 
     std::iter::successors(Some(from), move |i| i.checked_add(step)).take_while(inside).map(|i| i as usize)
 }
 
+/// Appends the items of `value`, paying for each.
 fn items(state: &State, value: &Value, into: &mut Vec<Value>) -> Result<()> {
-    if let Some(len) = value.len() {
-        charge(state, into.len().saturating_add(len))?;
-    }
+    check_items(into.len().saturating_add(value.len().unwrap_or(0)))?;
     for item in value.try_iter()?.checked() {
         into.push(item?);
-        if into.len() % ITEMS_PER_FUEL == 0 {
-            charge(state, ITEMS_PER_FUEL)?;
-        }
-        if into.len() > MAX_ITEMS {
-            charge(state, into.len())?;
+        check_items(into.len())?;
+        if into.len().is_multiple_of(ITEMS_PER_FUEL) {
+            state.consume_fuel(1)?;
         }
     }
     Ok(())
@@ -179,7 +181,8 @@ fn add(state: &State, left: Value, right: Value) -> Result<Value> {
         _ => {}
     }
     let tuples = left.is_tuple() && right.is_tuple();
-    if !tuples && !(is_list(&left) && is_list(&right)) {
+    let lists = is_list(&left) && is_list(&right);
+    if !tuples && !lists {
         return Err(unsupported("+", &left, &right));
     }
     let mut joined = Vec::new();

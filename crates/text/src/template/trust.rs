@@ -235,7 +235,8 @@ fn is_word(text: &str) -> bool {
 /// The character of a control token whose replacement disturbs templates least: not one at its ends, which they may
 /// look for, and not one that JSON would escape.
 fn best_mark(text: &str) -> usize {
-    let last = |wanted: fn(char) -> bool| text.char_indices().filter(move |(_, c)| wanted(*c)).map(|(i, _)| i).last();
+    let last =
+        |wanted: fn(char) -> bool| text.char_indices().filter(move |(_, c)| wanted(*c)).map(|(i, _)| i).next_back();
     last(char::is_alphanumeric).or_else(|| last(|c| c > ' ' && c != '"' && c != '\\')).unwrap_or(0)
 }
 
