@@ -17,6 +17,10 @@ pub struct Arch {
     pub interleaved: bool,
     /// Where a layer's norms are.
     pub norms: Norms,
+    /// Tensors that every layer has.
+    pub needs: &'static [&'static str],
+    /// Tensors that every layer with a router has.
+    pub moe_needs: &'static [&'static str],
     /// What the file's metadata cannot say.
     pub adjust: fn(&Keys, &mut Config) -> Result<(), Error>,
 }
@@ -31,25 +35,42 @@ pub enum Norms {
 }
 
 /// What most architectures are: halves pair, norms come first, and metadata says the rest.
-const PLAIN: Arch = Arch { name: "", keys: None, interleaved: false, norms: Norms::Before, adjust: |_, _| Ok(()) };
+const PLAIN: Arch = Arch {
+    name: "",
+    keys: None,
+    interleaved: false,
+    norms: Norms::Before,
+    needs: &[],
+    moe_needs: &[],
+    adjust: |_, _| Ok(()),
+};
+
+const QKV_BIAS: &[&str] = &["attn_q.bias", "attn_k.bias", "attn_v.bias"];
+const QK_NORM: &[&str] = &["attn_q_norm.weight", "attn_k_norm.weight"];
 
 /// Every architecture that puna computes.
 pub static ARCHS: &[Arch] = &[
     Arch { name: "llama", interleaved: true, ..PLAIN },
     // Some converters name the model and keep the keys.
     Arch { name: "mistral", keys: Some("llama"), interleaved: true, ..PLAIN },
-    Arch { name: "qwen2", ..PLAIN },
-    Arch { name: "qwen2moe", adjust: qwen2moe, ..PLAIN },
-    Arch { name: "qwen3", ..PLAIN },
-    Arch { name: "qwen3moe", ..PLAIN },
-    Arch { name: "qwen2vl", adjust: |keys, config| sections(keys, config, false), ..PLAIN },
-    Arch { name: "qwen3vl", adjust: qwen3vl, ..PLAIN },
-    Arch { name: "qwen3vlmoe", adjust: qwen3vl, ..PLAIN },
+    Arch { name: "qwen2", needs: QKV_BIAS, ..PLAIN },
+    Arch {
+        name: "qwen2moe",
+        needs: QKV_BIAS,
+        moe_needs: &["ffn_gate_shexp.weight", "ffn_gate_inp_shexp.weight"],
+        adjust: qwen2moe,
+        ..PLAIN
+    },
+    Arch { name: "qwen3", needs: QK_NORM, ..PLAIN },
+    Arch { name: "qwen3moe", needs: QK_NORM, ..PLAIN },
+    Arch { name: "qwen2vl", needs: QKV_BIAS, adjust: |keys, config| sections(keys, config, false), ..PLAIN },
+    Arch { name: "qwen3vl", needs: QK_NORM, adjust: qwen3vl, ..PLAIN },
+    Arch { name: "qwen3vlmoe", needs: QK_NORM, adjust: qwen3vl, ..PLAIN },
     Arch { name: "phi3", ..PLAIN },
-    Arch { name: "minimax-m2", ..PLAIN },
+    Arch { name: "minimax-m2", needs: QK_NORM, moe_needs: &["exp_probs_b.bias"], adjust: minimax, ..PLAIN },
     Arch { name: "smollm3", interleaved: true, adjust: smollm3, ..PLAIN },
     Arch { name: "granite", interleaved: true, adjust: granite, ..PLAIN },
-    Arch { name: "olmo2", norms: Norms::After, ..PLAIN },
+    Arch { name: "olmo2", norms: Norms::After, needs: QK_NORM, ..PLAIN },
 ];
 
 /// The row of an architecture, by the name GGUF has for it.
@@ -90,6 +111,12 @@ fn sections(keys: &Keys, config: &mut Config, interleaved: bool) -> Result<(), E
         }
         _ => Err(keys.error(key, format!("expected three numbers that add up to {half} pairs, found {sizes:?}"))),
     }
+}
+
+/// Its scores are sigmoids; a file that does not say so is not taken at the default.
+fn minimax(keys: &Keys, _: &mut Config) -> Result<(), Error> {
+    let key = "expert_gating_func";
+    keys.meta.get::<u32>(&keys.name(key))?.map(drop).ok_or_else(|| keys.error(key, "missing"))
 }
 
 /// Every fourth layer does not rotate.
@@ -369,6 +396,7 @@ fn rope(gguf: &Gguf, keys: &Keys, head_dim: usize) -> Result<Rope, Error> {
     let lists = ["rope_factors_short.weight", "rope_factors_long.weight"];
     let [short, long] = lists.map(|name| frequency_factors(gguf, name, width / 2));
     match (short?, long?) {
+        (None, None) if rope.kind == "longrope" => return Err(Error::tensor(gguf.path(), lists[0], "missing")),
         (None, None) => {}
         (Some(short), Some(long)) => {
             let original_context = keys.require_count("rope.scaling.original_context_length")?;

@@ -99,6 +99,14 @@ struct Binder<'a> {
 impl Binder<'_> {
     fn layer(&self, l: usize) -> Result<Layer<Found>, Error> {
         let dim = self.config.dim;
+        let has_router = self.has(&format!("blk.{l}.ffn_gate_inp"));
+        let moe_needs = self.arch.moe_needs.iter().filter(|_| has_router);
+        for part in self.arch.needs.iter().chain(moe_needs) {
+            let name = format!("blk.{l}.{part}");
+            if self.from.shape(&name).is_none() {
+                return Err(self.from.missing(&name));
+            }
+        }
         let norm = |part: &str, place: Norms| {
             let wanted = self.arch.norms == place;
             wanted.then(|| self.required_norm(&format!("blk.{l}.{part}"), dim)).transpose()
@@ -204,7 +212,8 @@ impl Binder<'_> {
         let (n, dim, width) = (moe.n_experts, self.config.dim, moe.ffn_dim);
         let router = self.linear(&name("ffn_gate_inp"), [n, dim])?;
         // Older files have a tensor for each expert.
-        let is_split = self.has(&name("ffn_gate.0"));
+        let any_split = ["ffn_gate.0", "ffn_up.0", "ffn_down.0"].iter().any(|part| self.has(&name(part)));
+        let is_split = any_split && !self.has(&name("ffn_gate_exps"));
         let experts = if is_split {
             let expert = |e: usize| self.dense(|part| format!("blk.{l}.{part}.{e}"), width);
             (0..n).map(expert).collect::<Result<_, _>>()?
@@ -299,8 +308,14 @@ impl Binder<'_> {
         let read = self.read.borrow();
         let layer_of = |name: &str| name.strip_prefix("blk.")?.split('.').next()?.parse::<usize>().ok();
         for name in self.from.names() {
-            let in_layer = layer_of(&name).is_some_and(|l| l < self.config.n_layers);
-            let in_model = in_layer || name.starts_with("token_embd") || name.starts_with("output");
+            let layer = layer_of(&name);
+            if layer.is_some_and(|l| l >= self.config.n_layers) {
+                let what = format!("the model has only {} layers", self.config.n_layers);
+                return Err(self.from.error(&name, what));
+            }
+            let elsewhere = ELSEWHERE.iter().any(|start| name.starts_with(start));
+            let in_model = layer.is_some() || self.from.is_gguf() && !elsewhere;
+            let in_model = in_model || name.starts_with("token_embd") || name.starts_with("output");
             if in_model && !read.contains(&*name) && !HARMLESS.iter().any(|part| name.contains(part)) {
                 let what = format!(
                     "nothing in architecture {} reads it: the model needs what puna does not have",
@@ -312,6 +327,9 @@ impl Binder<'_> {
         Ok(())
     }
 }
+
+/// Tensors of a vision or audio tower that a file has beside the text model, and what `arch.rs` reads.
+const ELSEWHERE: &[&str] = &["v.", "a.", "mm.", "rope_freqs", "rope_factors_"];
 
 /// Tensors that old converters wrote and that every reader computes itself.
 const HARMLESS: &[&str] = &["rope_freqs", "rope.freqs", "attn_rot_embd", "rotary_emb.inv_freq"];

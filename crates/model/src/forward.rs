@@ -28,7 +28,8 @@ impl Tap for () {
     }
 }
 
-/// Every intermediate buffer, reused from step to step: a step within the sizes of earlier ones allocates nothing.
+/// Every intermediate buffer, reused from step to step: after a few steps, those within the sizes of earlier ones
+/// allocate nothing.
 #[derive(Default)]
 pub struct Scratch {
     /// Cosines and sines of the rows' positions, `[rows, half]`.

@@ -9,11 +9,15 @@ use std::collections::VecDeque;
 
 /// A sequence in a [`KvCache`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub struct SeqId(usize);
+pub struct SeqId {
+    index: u32,
+    /// How many sequences had this place before: the handle of one that has ended stays without a sequence.
+    generation: u32,
+}
 
 impl SeqId {
-    /// No sequence: what has ended.
-    pub const NONE: SeqId = SeqId(usize::MAX);
+    /// No sequence.
+    pub const NONE: SeqId = SeqId { index: u32::MAX, generation: u32::MAX };
 }
 
 /// Keys and values of many sequences.
@@ -22,7 +26,14 @@ pub struct KvCache {
     groups: Vec<Group>,
     /// Group of each layer, and its place there.
     layers: Vec<(usize, usize)>,
-    seqs: Vec<Option<Sequence>>,
+    seqs: Vec<Slot>,
+}
+
+/// The place of a sequence.
+#[derive(Default)]
+struct Slot {
+    generation: u32,
+    seq: Option<Sequence>,
 }
 
 /// Layers with the same window.
@@ -80,22 +91,34 @@ impl KvCache {
     /// Begins a sequence.
     pub fn add(&mut self) -> SeqId {
         let tables = self.groups.iter().map(|_| Table::default()).collect();
-        let seq = Some(Sequence { len: 0, total: 0, tables });
-        match self.seqs.iter().position(Option::is_none) {
-            Some(free) => {
-                self.seqs[free] = seq;
-                SeqId(free)
-            }
-            None => {
-                self.seqs.push(seq);
-                SeqId(self.seqs.len() - 1)
-            }
-        }
+        let index = self.seqs.iter().position(|slot| slot.seq.is_none()).unwrap_or_else(|| {
+            self.seqs.push(Slot::default());
+            self.seqs.len() - 1
+        });
+        let slot = &mut self.seqs[index];
+        slot.generation = slot.generation.wrapping_add(1);
+        slot.seq = Some(Sequence { len: 0, total: 0, tables });
+        SeqId { index: index as u32, generation: slot.generation }
+    }
+
+    fn slot(&self, id: SeqId) -> Option<&Slot> {
+        self.seqs.get(id.index as usize).filter(|slot| slot.generation == id.generation)
+    }
+
+    fn slot_mut(&mut self, id: SeqId) -> Option<&mut Slot> {
+        self.seqs.get_mut(id.index as usize).filter(|slot| slot.generation == id.generation)
+    }
+
+    /// Whether it was made for a model of this shape.
+    pub(crate) fn fits(&self, config: &Config) -> bool {
+        let windows = self.layers.iter().map(|&(group, _)| self.groups[group].window);
+        let KvLayout { n_kv_heads, head_dim, .. } = self.layout;
+        (n_kv_heads, head_dim) == (config.n_kv_heads, config.head_dim) && windows.eq(config.windows.iter().copied())
     }
 
     /// Ends a sequence and gives its blocks back; does nothing for one that has ended.
     pub fn remove(&mut self, seq: SeqId) {
-        let Some(seq) = self.seqs.get_mut(seq.0).and_then(Option::take) else { return };
+        let Some(seq) = self.slot_mut(seq).and_then(|slot| slot.seq.take()) else { return };
         for (group, table) in self.groups.iter_mut().zip(seq.tables) {
             table.blocks.iter().for_each(|&b| group.blocks.free(b));
         }
@@ -103,18 +126,21 @@ impl KvCache {
 
     /// Positions a sequence holds; `None` for one that has ended.
     pub fn len(&self, seq: SeqId) -> Option<usize> {
-        Some(self.seqs.get(seq.0)?.as_ref()?.len)
+        Some(self.slot(seq)?.seq.as_ref()?.len)
     }
 
     /// How long a sequence was known to become when it was last computed.
     pub(crate) fn total(&self, seq: SeqId) -> usize {
-        self.seqs.get(seq.0).and_then(Option::as_ref).map_or(0, |s| s.total)
+        self.slot(seq).and_then(|slot| slot.seq.as_ref()).map_or(0, |s| s.total)
     }
 
     /// Forgets the positions of a sequence from `len` on. Where a window has already given back blocks that the
     /// shorter sequence would need, it is emptied. Returns the length it has now.
     pub fn truncate(&mut self, seq: SeqId, len: usize) -> usize {
-        let Some(Some(s)) = self.seqs.get_mut(seq.0) else { return 0 };
+        if self.len(seq).is_none() {
+            return 0;
+        }
+        let Some(s) = &mut self.seqs[seq.index as usize].seq else { return 0 };
         if len >= s.len {
             return s.len;
         }
@@ -134,8 +160,13 @@ impl KvCache {
         len
     }
 
-    /// Bytes of the blocks that sequences hold.
+    /// Bytes of all blocks: what the cache has taken from the system, and what it will use again.
     pub fn bytes(&self) -> usize {
+        self.groups.iter().map(|g| g.blocks.bytes()).sum()
+    }
+
+    /// Bytes of the blocks that sequences hold.
+    pub fn bytes_held(&self) -> usize {
         self.groups.iter().map(|g| g.blocks.bytes_used()).sum()
     }
 
@@ -144,7 +175,7 @@ impl KvCache {
         for (g, group) in self.groups.iter_mut().enumerate() {
             group.plan.clear();
             for span in &batch.spans {
-                let seq = self.seqs[span.seq.0].as_mut().expect("spans were checked");
+                let seq = self.seqs[span.seq.index as usize].seq.as_mut().expect("spans were checked");
                 let table = &mut seq.tables[g];
                 while (table.first + table.blocks.len()) * KV_BLOCK < span.start + span.rows {
                     table.blocks.push_back(group.blocks.alloc().ok_or(Error::OutOfMemory { what: "the KV cache" })?);
@@ -158,7 +189,7 @@ impl KvCache {
     /// The batch's rows are in the cache: sequences grow, and what no later position sees is given back.
     pub(crate) fn commit(&mut self, batch: &Batch) {
         for span in &batch.spans {
-            let seq = self.seqs[span.seq.0].as_mut().expect("spans were checked");
+            let seq = self.seqs[span.seq.index as usize].seq.as_mut().expect("spans were checked");
             seq.len += span.rows;
             seq.total = span.total.max(seq.len);
             for (group, table) in self.groups.iter_mut().zip(&mut seq.tables) {

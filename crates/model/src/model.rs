@@ -195,6 +195,9 @@ impl Model {
     fn check(&self, batch: &Batch, kv: &KvCache) -> Result<(), Error> {
         let error = |what: String| Err(Error::Batch { what });
         let (n, dim, vocab) = (batch.rows.len(), self.config.dim, self.config.vocab_size);
+        if !kv.fits(&self.config) {
+            return error("the cache was made for a model of another shape".into());
+        }
         for (i, row) in batch.rows.iter().enumerate() {
             match *row {
                 Row::Token(id) if id as usize >= vocab => {
@@ -225,15 +228,15 @@ impl Model {
             if span.rows == 0 || batch.spans[..i].iter().any(|s| s.seq == span.seq) {
                 return error(format!("span {i} is empty, or a second one of its sequence"));
             }
+            if span.rows > MAX_POSITIONS || span.start > MAX_POSITIONS - span.rows {
+                return error(format!("span {i} goes past position {MAX_POSITIONS}"));
+            }
             let (before, after) = (kv.total(span.seq), span.total.max(span.start + span.rows));
             if span.start > 0 && self.config.rope.is_long(before) != self.config.rope.is_long(after) {
                 return error(format!(
                     "span {i}: its sequence was computed as one of {before} positions and is now one of {after}, \
                      which rotate otherwise: it must be computed again from its beginning"
                 ));
-            }
-            if span.start + span.rows > MAX_POSITIONS {
-                return error(format!("span {i} goes past position {MAX_POSITIONS}"));
             }
             rows += span.rows;
         }

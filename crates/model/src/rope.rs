@@ -211,6 +211,31 @@ mod tests {
     }
 
     #[test]
+    fn llama3_has_three_bands() {
+        let scaled = Llama3 { factor: 8.0, low_freq_factor: 1.0, high_freq_factor: 4.0, original_context: 64 };
+        let (base, scaled) = (base_frequencies(500_000.0, 32), scaled.frequencies(500_000.0, 32));
+        let mut bands = [0; 3];
+        for (freq, got) in base.into_iter().zip(scaled) {
+            let turns = f64::from(freq) * 64.0 / (2.0 * std::f64::consts::PI);
+            let (band, share) = match turns {
+                t if t > 4.0 => (0, 1.0),
+                t if t < 1.0 => (2, 0.0),
+                t => (1, (t - 1.0) / 3.0),
+            };
+            let expected = f64::from(freq) * (share + (1.0 - share) / 8.0);
+            assert!((f64::from(got) / expected - 1.0).abs() < 1e-6, "{got} expected {expected}");
+            bands[band] += 1;
+        }
+        assert!(bands.iter().all(|&n| n > 0), "{bands:?}");
+    }
+
+    #[test]
+    fn longrope_sharpens_with_length() {
+        assert_eq!(LongRope::magnitude(1.0, 4096), 1.0);
+        assert!((LongRope::magnitude(32.0, 4096) - 1.190_238).abs() < 1e-6);
+    }
+
+    #[test]
     fn yarn_keeps_fast_pairs_and_slows_the_others() {
         let yarn = Yarn { factor: 4.0, original_context: 64, beta_fast: 32.0, beta_slow: 1.0, truncate: true };
         let (base, scaled) = (base_frequencies(10_000.0, 16), yarn.frequencies(10_000.0, 16));

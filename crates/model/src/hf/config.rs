@@ -51,9 +51,9 @@ pub fn read(path: &Path, object: &Object, n_tensors: usize) -> Result<Parsed, Er
     let family = family(&outer, inner.as_ref())?;
     let arch = arch::find(family.arch).ok_or_else(|| keys.error("model_type", "its architecture is missing"))?;
     for (key, only) in family.fixed {
-        if let Given::Value(value) = keys.get(key)
-            && value.to_string() != *only
-        {
+        let Given::Value(value) = keys.get(key) else { continue };
+        let json = value.to_string();
+        if json != *only {
             return Err(keys.error(key, format!("only {only} is supported, found {}", shown(value))));
         }
     }

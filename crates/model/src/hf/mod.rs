@@ -1,7 +1,7 @@
 //! Folders as Hugging Face has them: config.json, weights in safetensors, and the tokenizer's files.
 //!
-//! The weights' names become GGUF's ([`Names`](names::Names)), and config.json becomes a [`Config`]; from there on a
-//! folder and a GGUF file are the same. Rows of q and k pair halves in every folder.
+//! The weights' names become GGUF's, and config.json becomes a [`Config`]; from there on a folder and a GGUF file are
+//! the same. Rows of q and k pair halves in every folder.
 //!
 //! ```no_run
 //! use puna_model::{LoadOptions, Model, hf::Folder};
@@ -46,7 +46,7 @@ pub struct Folder {
     path: PathBuf,
     shards: Shards,
     /// What config.json says, and where the tensors are.
-    model: Result<(Parsed, Names), Error>,
+    model: Result<Box<(Parsed, Names)>, Error>,
     problems: Vec<Error>,
 }
 
@@ -64,10 +64,12 @@ impl Folder {
         let path = path.as_ref().to_owned();
         let shards = Shards::open(&path)?;
         if shards.files.is_empty() && !FILES.iter().any(|file| path.join(file).exists()) {
+            let gguf = shards::file_names(&path)?.into_iter().find(|name| name.ends_with(".gguf"));
+            let hint = gguf.map(|name| format!("; did you mean its file \"{}\"?", escape(&name))).unwrap_or_default();
             let what = format!("no model: the folder has no weights in safetensors and none of {}", FILES.join(", "));
-            return Err(Error::Folder { path, what });
+            return Err(Error::Folder { path, what: what + &hint });
         }
-        let model = model(&path, &shards);
+        let model = model(&path, &shards).map(Box::new);
         let mut folder = Folder { path, shards, model, problems: Vec::new() };
         let problems = folder.shards.problems.iter().cloned();
         folder.problems = problems.chain(folder.model.as_ref().err().cloned()).chain(folder.missing_part()).collect();
@@ -112,7 +114,7 @@ impl Folder {
 
     /// The error for the first tensor that the configuration promises and that binding would not miss.
     fn missing_part(&self) -> Option<Error> {
-        let (parsed, names) = self.model.as_ref().ok()?;
+        let (parsed, names) = &**self.model.as_ref().ok()?;
         let has = |name: &str| names.entries.contains_key(name);
         if !names.tied && !has("output.weight") {
             return Some(self.missing("output.weight"));
@@ -157,7 +159,7 @@ fn model(folder: &Path, shards: &Shards) -> Result<(Parsed, Names), Error> {
 impl Checkpoint for Folder {
     fn config(&self) -> Result<(&'static Arch, Config), Error> {
         match &self.model {
-            Ok((parsed, _)) => Ok((parsed.arch, parsed.config.clone())),
+            Ok(model) => Ok((model.0.arch, model.0.config.clone())),
             // Without weights nothing fits; what was first is the cause.
             Err(e) => Err(self.problems.first().unwrap_or(e).clone()),
         }
@@ -172,7 +174,7 @@ impl Checkpoint for Folder {
     }
 
     fn names(&self) -> Vec<String> {
-        self.model.as_ref().map_or_else(|_| Vec::new(), |(_, names)| names.entries.keys().cloned().collect())
+        self.model.as_ref().map_or_else(|_| Vec::new(), |model| model.1.entries.keys().cloned().collect())
     }
 
     fn shape(&self, name: &str) -> Option<Vec<usize>> {
@@ -181,7 +183,7 @@ impl Checkpoint for Folder {
     }
 
     fn tensor(&self, name: &str) -> Result<Tensor, Error> {
-        let (parsed, names) = self.model.as_ref().map_err(Clone::clone)?;
+        let (parsed, names) = &**self.model.as_ref().map_err(Clone::clone)?;
         let entry = names.entries.get(name).ok_or_else(|| self.missing(name))?;
         weights::read(&self.shards, entry, parsed.fp8_block)
     }
@@ -194,7 +196,7 @@ impl Checkpoint for Folder {
     }
 
     fn missing(&self, name: &str) -> Error {
-        let tried = self.model.as_ref().map_or_else(|_| Vec::new(), |(_, names)| names.tried(name));
+        let tried = self.model.as_ref().map_or_else(|_| Vec::new(), |model| model.1.tried(name));
         match &tried[..] {
             [] => Error::tensor(&self.path, name, "missing"),
             [only] => Error::tensor(&self.path, only, "missing: no such tensor in the files"),

@@ -157,6 +157,17 @@ impl<'de> Deserialize<'de> for WeightMap {
     }
 }
 
+/// What is in a folder, in alphabetical order; names that are no UTF-8 are left out.
+pub fn file_names(folder: &Path) -> Result<Vec<String>, Error> {
+    let mut names = Vec::new();
+    for entry in std::fs::read_dir(folder).map_err(|e| Error::io(folder, &e))? {
+        let name = entry.map_err(|e| Error::io(folder, &e))?.file_name();
+        names.extend(name.into_string());
+    }
+    names.sort();
+    Ok(names)
+}
+
 /// Whether it is a plain file name, which leads out of no folder.
 fn is_file_name(name: &str) -> bool {
     let mut parts = Path::new(name).components();
@@ -173,13 +184,7 @@ fn single(folder: &Path) -> Result<PathBuf, Error> {
     if path.exists() {
         return Ok(path);
     }
-    let entries = std::fs::read_dir(folder).map_err(|e| Error::io(folder, &e))?;
-    let mut names = Vec::new();
-    for entry in entries {
-        let name = entry.map_err(|e| Error::io(folder, &e))?.file_name();
-        names.extend(name.into_string());
-    }
-    names.sort();
+    let names = file_names(folder)?;
     let is_model = |name: &&String| name.ends_with(".safetensors") && !OTHERS.contains(&name.as_str());
     let found: Vec<&String> = names.iter().filter(is_model).collect();
     let what = match found[..] {

@@ -151,9 +151,9 @@ impl Builder {
     }
 
     /// The builder with the tensors that `change` makes of each; their offsets follow from their sizes.
-    pub fn map(self, mut change: impl FnMut(Tensor) -> Vec<Tensor>) -> Builder {
+    pub fn map(self, change: impl FnMut(Tensor) -> Vec<Tensor>) -> Builder {
         let rest = Builder { tensors: vec![], ..self.clone() };
-        let tensors = self.tensors.into_iter().flat_map(|t| change(t));
+        let tensors = self.tensors.into_iter().flat_map(change);
         tensors.fold(rest, |b, t| b.tensor(&t.name, &t.shape(), t.ty, t.data))
     }
 
