@@ -148,6 +148,11 @@ impl KvBlocks {
         self.free.push(id);
     }
 
+    /// Bytes of all blocks.
+    pub fn bytes(&self) -> usize {
+        self.blocks.len() * self.block_bytes
+    }
+
     /// Bytes of the blocks that are in use.
     pub fn bytes_used(&self) -> usize {
         (self.blocks.len() - self.free.len()) * self.block_bytes
