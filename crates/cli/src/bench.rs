@@ -136,7 +136,7 @@ impl Bench<'_> {
                 self.step(&mut kv, &seqs)?;
             }
             samples.push(start.elapsed().as_secs_f64());
-            kv_bytes = kv.bytes();
+            kv_bytes = kv.bytes_held();
         }
         let best = samples.iter().copied().fold(f64::INFINITY, f64::min);
         let bytes = (self.model.bytes_per_step() + kv_bytes) as f64 * n as f64;

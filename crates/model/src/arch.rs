@@ -114,9 +114,12 @@ fn sections(keys: &Keys, config: &mut Config, interleaved: bool) -> Result<(), E
 }
 
 /// Its scores are sigmoids; a file that does not say so is not taken at the default.
-fn minimax(keys: &Keys, _: &mut Config) -> Result<(), Error> {
+fn minimax(keys: &Keys, config: &mut Config) -> Result<(), Error> {
     let key = "expert_gating_func";
-    keys.meta.get::<u32>(&keys.name(key))?.map(drop).ok_or_else(|| keys.error(key, "missing"))
+    match keys.meta.get::<u32>(&keys.name(key))? {
+        None if config.moe.is_some() => Err(keys.error(key, "missing")),
+        _ => Ok(()),
+    }
 }
 
 /// Every fourth layer does not rotate.

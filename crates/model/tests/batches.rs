@@ -167,3 +167,37 @@ fn sequences_that_outgrow_their_rotation() {
     let got = run.feed(seq, &tokens[10..15]);
     assert_same(&got, &long[10 * VOCAB..15 * VOCAB], VOCAB, "long again");
 }
+
+#[test]
+fn a_handle_that_has_ended_stays_so() {
+    let mut run = Run::new(&Spec::default().gguf(), &plain(), KvType::F32);
+    let old = run.kv.add();
+    run.kv.remove(old);
+    let new = run.kv.add();
+    assert_ne!(old, new);
+    assert_eq!((run.kv.len(old), run.kv.len(new)), (None, Some(0)));
+    run.kv.remove(old);
+    assert_eq!(run.kv.len(new), Some(0), "ending it again ends nobody else");
+}
+
+#[test]
+fn a_cache_of_another_model() {
+    let mut run = Run::new(&Spec::default().gguf(), &plain(), KvType::F32);
+    for spec in [Spec { n_layers: 1, ..Spec::default() }, Spec { head_dim: 4, ..Spec::default() }] {
+        let mut kv = Run::new(&spec.gguf(), &plain(), KvType::F32).kv;
+        let mut batch = Batch::default();
+        batch.push(kv.add(), 0, &[1, 2], Outputs::All);
+        assert!(matches!(run.model.forward(&batch, &mut kv), Err(Error::Batch { .. })));
+    }
+}
+
+#[test]
+fn rows_beyond_counting() {
+    let mut run = Run::new(&Spec::default().gguf(), &plain(), KvType::F32);
+    let seq = run.kv.add();
+    run.feed(seq, &[1]);
+    let mut batch = Batch::default();
+    batch.push(seq, 1, &[1, 2], Outputs::All);
+    batch.spans[0].rows = usize::MAX;
+    assert!(matches!(run.model.forward(&batch, &mut run.kv), Err(Error::Batch { .. })));
+}

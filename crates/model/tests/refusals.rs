@@ -9,6 +9,7 @@ mod support;
 use gguf_builder::{self as gb, Builder, Tensor, Value, message};
 use puna_model::{BackendKind, Error, Gguf, LoadOptions, Model};
 use std::time::{Duration, Instant};
+use support::Fixture;
 use support::maker::{Experts, Rope, Spec, parse};
 use support::run::plain;
 
@@ -436,4 +437,33 @@ fn weights_that_end_early() {
 fn no_tensors_at_all() {
     let builder = dense().map(|_| vec![]);
     refused(&builder, "block_count", &["2 layers", "0 tensors"]);
+}
+
+#[test]
+fn layers_and_tensors_beyond_the_model() {
+    let beyond = dense().with("llama.block_count", gb::u32(1));
+    refused(&beyond, "blk.1.", &["only 1 layers"]);
+    let positions = f32_tensor(dense(), "position_embd.weight", &[512, 32]);
+    refused(&positions, "position_embd.weight", &["reads"]);
+    loads(&f32_tensor(dense(), "v.patch_embd.weight", &[4, 4]), "a vision tower beside the model");
+}
+
+#[test]
+fn longrope_needs_its_lists() {
+    refused(&with("rope.scaling.type", gb::string("longrope")), "rope_factors_short.weight", &["missing"]);
+}
+
+#[test]
+fn a_missing_first_expert_is_named() {
+    refused(&mixture(true).without("blk.0.ffn_gate.0.weight"), "blk.0.ffn_gate.0.weight", &["missing"]);
+}
+
+#[test]
+fn parts_that_an_architecture_always_has() {
+    let qwen3 = || Builder::read(&Fixture::named("qwen3-qknorm").gguf());
+    loads(&qwen3(), "the fixture");
+    for part in ["attn_q_norm", "attn_k_norm"] {
+        let name = format!("blk.1.{part}.weight");
+        refused(&qwen3().without(&name), &name, &["missing"]);
+    }
 }

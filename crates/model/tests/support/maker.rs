@@ -122,13 +122,14 @@ impl Spec {
         if self.arch == "phi3" {
             m.linear(&name("attn_qkv"), [q_dim + 2 * kv_dim, self.dim], 1.4, self.biases);
         } else {
-            m.linear(&name("attn_q"), [q_dim, self.dim], 1.5, self.biases);
-            m.linear(&name("attn_k"), [kv_dim, self.dim], 1.5, self.biases);
-            m.linear(&name("attn_v"), [kv_dim, self.dim], 1.0, self.biases);
+            let biases = self.biases || self.arch.starts_with("qwen2");
+            m.linear(&name("attn_q"), [q_dim, self.dim], 1.5, biases);
+            m.linear(&name("attn_k"), [kv_dim, self.dim], 1.5, biases);
+            m.linear(&name("attn_v"), [kv_dim, self.dim], 1.0, biases);
         }
         m.linear(&name("attn_output"), [self.dim, q_dim], 1.0, self.biases);
         let widths = match self.arch {
-            "qwen3" => Some([self.head_dim; 2]),
+            "qwen3" | "qwen3moe" | "qwen3vl" | "qwen3vlmoe" => Some([self.head_dim; 2]),
             "olmo2" | "minimax-m2" => Some([q_dim, kv_dim]),
             _ => None,
         };
