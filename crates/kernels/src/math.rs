@@ -244,7 +244,8 @@ mod tests {
             }
             if x.abs() > 5.0 { x.signum() } else { sum * 2.0 / std::f64::consts::PI.sqrt() }
         };
-        let true_functions: [(&str, Box<dyn Fn(f64) -> f64>); 6] = [
+        type True = Box<dyn Fn(f64) -> f64>;
+        let true_functions: [(&str, True); 6] = [
             ("exp", Box::new(f64::exp)),
             ("sigmoid", Box::new(|x| 1.0 / (1.0 + (-x).exp()))),
             ("silu", Box::new(|x| x / (1.0 + (-x).exp()))),

@@ -1,7 +1,7 @@
 //! Operations on rows of f32 other than products: norms, rotation, gates, sums, routing.
 //!
 //! Sums over a row run in 16 lanes (column c in lane c mod 16, one multiply-add a column) and end in the tree of
-//! [`Simd::sum`]: the same order at every level.
+//! `Simd::sum`: the same order at every level.
 
 use crate::exec::Exec;
 use crate::isa::Kernel;

@@ -1,5 +1,7 @@
 //! Attention against a plain double-precision softmax, and against itself: chunks, levels, threads, neighbours.
 
+#![allow(clippy::unwrap_used)]
+
 use half::f16;
 use proptest::prelude::*;
 use puna_kernels::{

@@ -1,6 +1,8 @@
 //! Products against the contract of docs/numerics.md written out plainly, bit for bit: every format, every level,
 //! packed or not, any number of rows and threads.
 
+#![allow(clippy::unwrap_used)]
+
 use proptest::prelude::*;
 use puna_kernels::dtype::FORMATS;
 use puna_kernels::{ActBlock, Acts, Arith, DType, Exec, Format, Group, Isa, Matrix, MatrixSource, Product, matmul};
@@ -77,7 +79,7 @@ fn acts(exec: &Exec, rows: usize, cols: usize, random: &mut Random) -> Acts {
     let mut acts = Acts::default();
     acts.resize(rows, cols);
     acts.values_mut().iter_mut().for_each(|x| *x = random.unit());
-    if cols % 32 == 0 {
+    if cols.is_multiple_of(32) {
         acts.quantize(exec);
     }
     acts

@@ -1,6 +1,8 @@
 //! Every block format against reference values (testdata/quant-blocks.*: 64 random blocks a format, dequantized by an
 //! independent implementation), and the integer form of a block against the reference on any bytes.
 
+#![allow(clippy::unwrap_used)]
+
 use proptest::prelude::*;
 use puna_kernels::dtype::FORMATS;
 use puna_kernels::{Arith, DType, Format, Group};

@@ -1,5 +1,7 @@
 //! The GGUF reader against valid, odd and damaged files.
 
+#![allow(clippy::unwrap_used)]
+
 mod gguf_builder;
 
 use std::{borrow::Cow, fs, path::Path};

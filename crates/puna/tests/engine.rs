@@ -1,5 +1,7 @@
 //! What a request says depends on the request alone: not on neighbours, chunks, threads or what the cache held.
 
+#![allow(clippy::unwrap_used)]
+
 use puna::sampler::{LogitBias, PartialSampling, SampleError};
 use puna::{Engine, EngineOptions, Error, Event, Finish, FinishReason, LoadOptions, Request};
 use std::collections::HashMap;

@@ -3,6 +3,8 @@
 //! The model is not part of the repository: `scripts/fetch-model` brings it. Where it is not at hand these tests say so
 //! and pass.
 
+#![allow(clippy::unwrap_used)]
+
 use puna::sampler::{LogSoftmax, PartialSampling};
 use puna::{Engine, EngineOptions, KvType, Request};
 use puna_model::{Batch, Outputs};

@@ -1,5 +1,7 @@
 //! A warm sampler allocates nothing, whatever its chain.
 
+#![allow(clippy::unwrap_used)]
+
 use puna::sampler::{LogSoftmax, PartialSampling, Sampler, SamplingParams, Scratch};
 
 const VOCAB_SIZE: u32 = 5_000;

@@ -1,9 +1,9 @@
 //! Byte-pair merges, by the `tokenizers` crate: its normalizers, pre-tokenizers and BPE model, used as they are for
 //! vocabularies from GGUF and from tokenizer.json alike.
 //!
-//! Measured on the vocabulary of Qwen2 (152k tokens, 151k merges) on one core of a 2026 server: 0.1 s to build, 3 to 4
-//! MB of text a second, 10,000 equal characters in 3 ms. What the crate is not used for is finding added tokens and
-//! decoding, because control tokens must be found in trusted text only and output must be streamed.
+//! Measured on the vocabulary of Qwen2 (152k tokens, 151k merges) in a release build on one core of a Zen 4 virtual
+//! machine: 0.12 s to build, 4 MB of text a second, 10,000 equal characters in 2 ms. What the crate is not used for is
+//! finding added tokens and decoding: control tokens must be found in trusted text only, and output is streamed.
 
 use std::borrow::Cow;
 

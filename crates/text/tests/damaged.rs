@@ -4,7 +4,7 @@
 use std::path::PathBuf;
 
 use proptest::prelude::*;
-use puna_text::{AddBos, ChatTemplate, EncodeOptions, HfFiles, TextError, Tokenizer};
+use puna_text::{AddBos, ChatTemplate, EncodeOptions, HfFiles, TextError, Tokenizer, VocabSpec};
 use serde_json::{Value, json};
 
 fn read(model: &str, file: &str) -> Vec<u8> {
@@ -18,7 +18,10 @@ fn json(model: &str, file: &str) -> Value {
 
 /// Loads a tokenizer and uses it.
 fn try_out(files: &HfFiles) -> Result<(), TextError> {
-    let tokenizer = Tokenizer::from_hf(files)?;
+    use_it(&Tokenizer::from_hf(files)?)
+}
+
+fn use_it(tokenizer: &Tokenizer) -> Result<(), TextError> {
     for text in ["", "Hello  wörld\n<s><|im_end|> 🦙", "▁<0x41>"] {
         for special in [true, false] {
             let ids = tokenizer.encode(text, EncodeOptions { special, bos: AddBos::Auto })?;
@@ -92,6 +95,89 @@ proptest! {
         let files = HfFiles { tokenizer_model: Some(&file[..cut.min(file.len())]), ..HfFiles::default() };
         let _ = try_out(&files);
     }
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(400))]
+
+    #[test]
+    fn any_vocabulary(
+        model in prop::sample::select(vec!["gpt2", "llama"]),
+        pre in prop::sample::select(vec!["default", "llama-bpe", "qwen2"]),
+        tokens in prop::collection::vec((prop::sample::select(TEXTS.to_vec()), -1..8i32, -9f32..9.0), 1..20),
+        with_types: bool,
+        merges in prop::collection::vec(prop::sample::select(vec!["a b", "a a", "< s", "<s >", "ab a"]), 0..3),
+        ids in prop::collection::vec(prop::option::of(0..20u32), 7),
+        flags in prop::collection::vec(prop::option::of(any::<bool>()), 4),
+    ) {
+        let id = |i: usize| ids[i].map(|id| id % tokens.len() as u32);
+        let spec = VocabSpec {
+            model, pre: Some(pre), name: Some("Phi-3"),
+            tokens: tokens.iter().map(|t| t.0).collect(),
+            token_type: with_types.then(|| tokens.iter().map(|t| t.1).collect()),
+            scores: Some(tokens.iter().map(|t| t.2).collect()),
+            merges: merges.iter().map(|m| m.as_bytes()).collect(),
+            bos: id(0), eos: id(1), eot: id(2), eom: id(3), unk: id(4), sep: id(5), pad: id(6),
+            add_bos: flags[0], add_eos: flags[1], add_space_prefix: flags[2], remove_extra_whitespaces: flags[3],
+            ..VocabSpec::default()
+        };
+        match Tokenizer::from_vocab(&spec).and_then(|tokenizer| use_it(&tokenizer)) {
+            Ok(()) => {}
+            // A merge of what is not in the vocabulary.
+            Err(error) => prop_assert!(error.to_string().starts_with("tokenizer.ggml.merges"), "{}", error),
+        }
+    }
+}
+
+/// Token texts of every sort.
+const TEXTS: [&[u8]; 16] = [
+    b"a",
+    b"b",
+    b"ab",
+    b"aa",
+    b"<",
+    b"s",
+    b"<s",
+    b">",
+    b"<s>",
+    b"<0x41>",
+    b"<0xZZ>",
+    b"",
+    b"\xff\xfe",
+    b"<|im_end|>",
+    "▁".as_bytes(),
+    "Ġ".as_bytes(),
+];
+
+#[test]
+fn vocabularies_that_are_refused_name_the_key() {
+    let spec =
+        || VocabSpec { model: "gpt2", pre: Some("gpt-2"), tokens: vec![b"a", b"b", b"ab"], ..VocabSpec::default() };
+    let error = |spec: VocabSpec| Tokenizer::from_vocab(&spec).err().map(|e| e.to_string()).unwrap_or_default();
+    assert_eq!(error(spec()), "");
+    assert_eq!(
+        error(VocabSpec { model: "bert", ..spec() }),
+        "tokenizer.ggml.model: `bert` is not supported (supported: gpt2, llama)"
+    );
+    assert_eq!(
+        error(VocabSpec { pre: Some("frob-bpe"), ..spec() }),
+        "tokenizer.ggml.pre: `frob-bpe` is not a known pre-tokenizer"
+    );
+    assert!(error(VocabSpec { pre: None, ..spec() }).starts_with("tokenizer.ggml.pre is missing"));
+    assert!(error(VocabSpec { tokens: vec![], ..spec() }).starts_with("tokenizer.ggml.tokens: "));
+    assert!(error(VocabSpec { model: "llama", ..spec() }).starts_with("tokenizer.ggml.scores is missing"));
+    assert_eq!(
+        error(VocabSpec { merges: vec![b"a b", b"ab"], ..spec() }),
+        "tokenizer.ggml.merges[1] is \"ab\": expected two tokens separated by one space"
+    );
+    assert!(error(VocabSpec { merges: vec![b"a z"], ..spec() }).starts_with("tokenizer.ggml.merges"));
+    assert!(error(VocabSpec { merges: vec![b"b a"], ..spec() }).starts_with("tokenizer.ggml.merges"));
+    assert!(error(VocabSpec { merges: vec![b"ab ab"], ..spec() }).contains("not in the vocabulary"));
+    // A text that is not UTF-8, or occurs twice, is no reason to refuse a file.
+    let odd = VocabSpec { tokens: vec![b"a", b"\xff\xfe", b"a"], ..spec() };
+    let tokenizer = Tokenizer::from_vocab(&odd).unwrap();
+    assert_eq!(tokenizer.encode("a", EncodeOptions::default()).unwrap(), [0]);
+    assert_eq!((tokenizer.token_bytes(1), tokenizer.decode(&[2, 1])), (&b"\xff\xfe"[..], "a\u{FFFD}\u{FFFD}".into()));
 }
 
 #[test]

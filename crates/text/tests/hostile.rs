@@ -4,6 +4,7 @@
 
 use std::time::{Duration, Instant};
 
+use proptest::prelude::*;
 use puna_text::{ChatInput, ChatTemplate, TextError};
 use serde_json::json;
 
@@ -222,4 +223,64 @@ fn deep_messages_are_refused() {
     let template = ChatTemplate::new("{{ messages }}").unwrap();
     let input = ChatInput { messages: Some(&deep), ..ChatInput::default() };
     assert!(matches!(template.render(&input), Err(TextError::TemplateLimit(_))));
+}
+
+/// Bits of templates, whole and broken.
+const PIECES: [&str; 40] = [
+    "{{",
+    "}}",
+    "{%",
+    "%}",
+    "{#",
+    "#}",
+    "{%- ",
+    " -%}",
+    " if ",
+    " else ",
+    "for m in messages",
+    "endfor",
+    "endif",
+    "set x = ",
+    "set n.x = ",
+    "messages",
+    "[0]",
+    "[::-1]",
+    ".content",
+    " | ",
+    "tojson",
+    "length",
+    "('a', 2)",
+    "namespace(x=1)",
+    " + ",
+    " * ",
+    " % ",
+    "'%s'",
+    "\"",
+    "[1, 2]",
+    "{'a': none}",
+    "x",
+    "n.x",
+    " is ",
+    "string",
+    " in ",
+    "macro f(a)",
+    "endmacro",
+    "generation",
+    "endgeneration",
+];
+
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(1000))]
+
+    #[test]
+    fn any_template(pieces in prop::collection::vec(prop::sample::select(PIECES.to_vec()), 0..24)) {
+        if let Err(error) = render(&pieces.concat()) {
+            prop_assert!(!error.to_string().contains('\n'), "{}", error);
+        }
+    }
+
+    #[test]
+    fn any_expression(pieces in prop::collection::vec(prop::sample::select(PIECES[8..].to_vec()), 0..10)) {
+        let _ = render(&format!("{{% set n = namespace(x=[1]) %}}{{{{ {} }}}}", pieces.concat()));
+    }
 }

@@ -297,3 +297,14 @@ fn padded_and_special_ids_in_streams() {
     let text: String = ids[1..].iter().filter_map(|&id| stream.push(id)).collect();
     assert_eq!(text, " hello world");
 }
+
+#[test]
+fn tokenizers_and_templates_are_shared_between_threads() {
+    fn shared<T: Send + Sync + 'static>() {}
+    shared::<Tokenizer>();
+    shared::<puna_text::ChatTemplate>();
+    let tokenizer = std::sync::Arc::new(folder("llama-gqa").remove(0).1);
+    let mut stream = TokenStream::new(tokenizer);
+    assert_eq!(stream.push(441), None);
+    assert_eq!(stream.push(75), Some("H".into()));
+}

@@ -330,8 +330,8 @@ fn bytes(n: u64) -> String {
 fn count(n: u64) -> String {
     let exact = thousands(n);
     match n {
-        ..1_000_000 => exact,
-        ..999_500_000 => format!("{exact} ({:.1} million)", n as f64 / 1e6),
+        0..1_000_000 => exact,
+        1_000_000..999_500_000 => format!("{exact} ({:.1} million)", n as f64 / 1e6),
         _ => format!("{exact} ({:.2} billion)", n as f64 / 1e9),
     }
 }
@@ -340,7 +340,7 @@ fn thousands(n: u64) -> String {
     let digits = n.to_string();
     let mut text = String::new();
     for (i, digit) in digits.chars().enumerate() {
-        if i > 0 && (digits.len() - i) % 3 == 0 {
+        if i > 0 && (digits.len() - i).is_multiple_of(3) {
             text.push(',');
         }
         text.push(digit);
