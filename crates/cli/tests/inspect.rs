@@ -55,6 +55,15 @@ fn temporary(name: &str, bytes: &[u8]) -> PathBuf {
     path
 }
 
+/// A folder with these files, for one test.
+fn folder(name: &str, files: &[(&str, &[u8])]) -> PathBuf {
+    let path = Path::new(env!("CARGO_TARGET_TMPDIR")).join(name);
+    let _ = std::fs::remove_dir_all(&path);
+    std::fs::create_dir(&path).unwrap();
+    files.iter().for_each(|(name, bytes)| std::fs::write(path.join(name), bytes).unwrap());
+    path
+}
+
 /// A copy of `bytes` in which every `from` is overwritten.
 fn patched(bytes: &[u8], from: &[u8], to: &[u8]) -> Vec<u8> {
     assert_eq!(from.len(), to.len());
@@ -321,7 +330,11 @@ fn fails_only_when_the_container_cannot_be_read() {
     assert!(failure(&temporary("text.gguf", b"<html>")).contains("web page"));
     assert!(failure(&temporary("header.gguf", &file[..1000])).contains("end of file"));
     assert!(failure(Path::new("/nowhere/model.gguf")).contains("no such file"));
-    assert!(failure(Path::new(env!("CARGO_TARGET_TMPDIR"))).contains("directory"));
+    let empty = folder("empty", &[]);
+    assert!(failure(&empty).contains("no model"));
+    std::fs::write(empty.join("inside.gguf"), b"").unwrap();
+    assert!(failure(&empty).contains("inside.gguf"));
+    assert!(failure(&folder("header", &[("model.safetensors", b"\xff")])).contains("header"));
 }
 
 #[test]
@@ -340,4 +353,58 @@ fn a_reader_that_goes_away_ends_it_quietly() {
     child.stdout.take().unwrap().read_exact(&mut [0; 10]).unwrap();
     let out = child.wait_with_output().unwrap();
     assert!(out.status.success() && out.stderr.is_empty(), "{out:?}");
+}
+
+/// The tensors of a mixture of one layer, without numbers that mean anything.
+fn mixture() -> Vec<u8> {
+    let mut shapes =
+        vec![("model.embed_tokens.weight".to_owned(), vec![10, 4]), ("model.norm.weight".to_owned(), vec![4])];
+    let mut layer =
+        |name: &str, shape: &[usize]| shapes.push((format!("model.layers.0.{name}.weight"), shape.to_vec()));
+    layer("input_layernorm", &[4]);
+    layer("post_attention_layernorm", &[4]);
+    ["q", "k", "v", "o"].iter().for_each(|part| layer(&format!("self_attn.{part}_proj"), &[4, 4]));
+    layer("block_sparse_moe.gate", &[4, 4]);
+    for expert in 0..4 {
+        for (part, shape) in [("w1", [6, 4]), ("w2", [4, 6]), ("w3", [6, 4])] {
+            layer(&format!("block_sparse_moe.experts.{expert}.{part}"), &shape);
+        }
+    }
+    let numbers = [0u8; 4 * 40];
+    let view = |(name, shape): &(String, Vec<usize>)| {
+        let bytes = &numbers[..4 * shape.iter().product::<usize>()];
+        (name.clone(), safetensors::tensor::TensorView::new(safetensors::Dtype::F32, shape.clone(), bytes).unwrap())
+    };
+    safetensors::serialize(shapes.iter().map(view), None).unwrap()
+}
+
+#[test]
+fn describes_a_folder() {
+    let config = serde_json::json!({
+        "model_type": "mixtral", "hidden_size": 4, "intermediate_size": 6, "num_hidden_layers": 1,
+        "num_attention_heads": 2, "num_key_value_heads": 2, "vocab_size": 10, "num_local_experts": 4,
+        "tie_word_embeddings": true, "max_position_embeddings": 64,
+        "rope_scaling": {"type": "linear", "factor": 2.0}
+    });
+    let path = folder("mixture", &[("config.json", config.to_string().as_bytes()), ("model.safetensors", &mixture())]);
+    let report = json(&path, &[]);
+    assert_eq!((&report["runs"], &report["reasons"]), (&Value::Bool(true), &serde_json::json!([])));
+    let summary = &report["summary"];
+    let expected =
+        serde_json::json!({"architecture": "llama", "dim": 4, "n_layers": 1, "head_dim": 2, "vocab_size": 10});
+    expected.as_object().unwrap().iter().for_each(|(key, value)| assert_eq!(&summary[key], value, "{key}"));
+    let shared = 10 * 4 + 4 + 2 * 4 + 4 * 16 + 16;
+    assert_eq!(
+        (&summary["parameters"], &summary["active_parameters"]),
+        (&(shared + 4 * 72).into(), &(shared + 2 * 72).into())
+    );
+    assert_eq!((&summary["rope"]["kind"], &summary["rope"]["factor"]), (&"linear".into(), &2.0.into()));
+    assert_eq!(report["metadata"]["rope_scaling.factor"], 2.0);
+    assert_eq!(report["files"][0]["format"], "safetensors");
+    assert!(text(&path, &[]).contains("runs: yes"));
+    // Why not, where it does not.
+    std::fs::write(path.join("config.json"), config.to_string().replace("mixtral", "llama9")).unwrap();
+    let report = json(&path, &[]);
+    assert_eq!((&report["runs"], &report["summary"]["architecture"]), (&Value::Bool(false), &"llama9".into()));
+    assert!(report["reasons"][0].as_str().unwrap().contains("not supported"), "{report}");
 }

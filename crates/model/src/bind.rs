@@ -313,9 +313,7 @@ impl Binder<'_> {
                 let what = format!("the model has only {} layers", self.config.n_layers);
                 return Err(self.from.error(&name, what));
             }
-            let elsewhere = ELSEWHERE.iter().any(|start| name.starts_with(start));
-            let in_model = layer.is_some() || self.from.is_gguf() && !elsewhere;
-            let in_model = in_model || name.starts_with("token_embd") || name.starts_with("output");
+            let in_model = !ELSEWHERE.iter().any(|start| name.starts_with(start));
             if in_model && !read.contains(&*name) && !HARMLESS.iter().any(|part| name.contains(part)) {
                 let what = format!(
                     "nothing in architecture {} reads it: the model needs what puna does not have",

@@ -23,7 +23,7 @@ pub trait Checkpoint {
     /// # Errors
     /// What keeps the checkpoint from being loaded, although it can be inspected.
     fn check(&self) -> Result<(), Error>;
-    /// All tensors that belong to the model.
+    /// All tensors that belong to the text model; those that GGUF has no name for, too.
     fn names(&self) -> Vec<String>;
     /// The shape of a tensor; `None` where there is none.
     fn shape(&self, name: &str) -> Option<Vec<usize>>;

@@ -144,9 +144,17 @@ fn defaults_of_each_family() {
 fn what_must_be_there() {
     for (name, _) in FAMILIES {
         for key in ["hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size"] {
-            for bad in
-                [Value::Null, json!(0), json!(-1), json!("8"), json!(8.5), json!([8]), json!(1u64 << 40), json!(true)]
-            {
+            for bad in [
+                Value::Null,
+                json!(0),
+                json!(-1),
+                json!("8"),
+                json!(8.5),
+                json!([8]),
+                json!(1u64 << 40),
+                json!(1 << 21),
+                json!(true),
+            ] {
                 let mut keys = sections(family(name), name);
                 keys[key] = bad;
                 refused(&keys, &[key]);
@@ -160,6 +168,7 @@ fn what_must_be_there() {
         ("num_key_value_heads", json!(3)),
         ("num_key_value_heads", json!(0)),
         ("head_dim", json!("8")),
+        ("head_dim", json!(1 << 30)),
         ("rms_norm_eps", Value::Null),
         ("rms_norm_eps", json!(-1e-5)),
         ("rms_norm_eps", json!("1e-5")),

@@ -180,7 +180,7 @@ fn folder_tokenizer(folder: &Folder) -> Result<Option<Tokenizer>, Error> {
         config: bytes(&model_config),
     };
     let tokenizer = Tokenizer::from_hf(&files).map_err(|e| Error::text(folder.path(), e))?;
-    let rows = folder.shape("token_embd.weight").map(|shape| shape[0]);
+    let rows = folder.shape("token_embd.weight").and_then(|shape| shape.first().copied());
     check_size(folder.path(), &tokenizer, rows)?;
     Ok(Some(tokenizer))
 }

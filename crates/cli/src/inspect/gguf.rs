@@ -1,75 +1,37 @@
 //! The report of a GGUF file. What puna supports is described by its [`Config`]; of what it does not, the general keys
 //! of the format are shown.
 
-use super::report::{
-    Entry, Experts, File, Memory, Report, Rope, Shape, Special, Summary, Tensor, Tokenizer, TypeShare, Window,
-};
-use crate::error::Error;
-use puna::ModelFiles;
-use puna_kernels::{KV_BLOCK, KvLayout, KvType};
+use super::common::{self, Checked};
+use super::report::{Entry, Experts, File, Report, Rope, Shape, Special, Summary, Tensor, Tokenizer, Window};
+use puna_kernels::KvType;
 use puna_model::gguf::{Array, FromValue, Metadata, Strings, TensorInfo, Value, ValueType};
-use puna_model::{Config, Gguf, arch, bind};
+use puna_model::{Config, Gguf};
 use serde_json::json;
 use std::borrow::Cow;
-use std::collections::BTreeMap;
-use std::path::Path;
 
-/// Opens and describes a model.
-///
-/// # Errors
-/// Only when the container cannot be read.
-pub fn report(path: &Path, ctx: Option<u64>, kv: KvType) -> Result<Report, Error> {
-    let gguf = Gguf::open(path)?;
-    let (config, reasons, notices) = check(&gguf, path);
+/// Describes a model.
+pub fn report(gguf: &Gguf, ctx: Option<u64>, kv: KvType) -> Report {
+    let checked = Checked::new(gguf, gguf.problems(), gguf.path());
     let file = |s: &puna_model::gguf::Shard| File {
         path: s.path.clone(),
         bytes: s.map.len() as u64,
         format: format!("GGUF v{}", s.version),
     };
-    Ok(Report {
+    let tensors: Vec<Tensor> = gguf.tensors().map(tensor).collect();
+    Report {
         files: gguf.shards().iter().map(file).collect(),
-        summary: summary(&gguf, config.as_ref(), ctx, kv),
-        runs: reasons.is_empty(),
-        reasons,
-        notices,
+        summary: summary(gguf, &tensors, checked.config.as_ref(), ctx, kv),
+        runs: checked.reasons.is_empty(),
+        notices: checked.notices(),
+        reasons: checked.reasons,
         metadata: gguf.meta().iter().map(|(key, value)| entry(key, value)).collect(),
-        tensors: gguf.tensors().map(tensor).collect(),
-    })
-}
-
-/// The configuration as far as it can be read, what loading the model would refuse, and what it would ignore.
-fn check(gguf: &Gguf, path: &Path) -> (Option<Config>, Vec<String>, Vec<String>) {
-    let mut reasons: Vec<String> = gguf.problems().iter().map(ToString::to_string).collect();
-    let config = match arch::from_gguf(gguf) {
-        Ok((arch, config)) => {
-            // Binding refuses a file with problems for the first of them.
-            if reasons.is_empty() {
-                reasons.extend(bind::bind(gguf, arch, &config).err().map(|e| e.to_string()));
-            }
-            Some(config)
-        }
-        Err(e) => {
-            reasons.push(e.to_string());
-            None
-        }
-    };
-    // The container is good, so that what fails here is the tokenizer or what else lies beside the weights.
-    let notices = match ModelFiles::open(path) {
-        Ok(files) => files.notices().to_vec(),
-        Err(e) => {
-            reasons.push(e.to_string());
-            Vec::new()
-        }
-    };
-    (config, reasons, notices)
+        tensors,
+    }
 }
 
 fn entry(key: &str, value: Value) -> Entry {
     Entry { key: key.to_owned(), value: json_value(value), shown: value.to_string() }
 }
-
-/// Longest array that is written in full.
-const MAX_ELEMENTS: usize = 64;
 
 /// A value as JSON: of a long or nested array its type and length, text with U+FFFD for what is no UTF-8, numbers that
 /// are not finite as text.
@@ -79,7 +41,7 @@ fn json_value(value: Value) -> serde_json::Value {
         Value::F32(x) => json_float(x.into(), &x.to_string()),
         Value::F64(x) => json_float(x, &x.to_string()),
         Value::Str(x) => String::from_utf8_lossy(x).into(),
-        Value::Array(a) if a.len() <= MAX_ELEMENTS && a.elem() != ValueType::Array => {
+        Value::Array(a) if a.len() <= common::MAX_ELEMENTS && a.elem() != ValueType::Array => {
             a.iter().map(json_value).collect()
         }
         Value::Array(a) => json!({"type": a.elem().name(), "len": a.len()}),
@@ -105,30 +67,26 @@ fn tensor(info: &TensorInfo) -> Tensor {
     }
 }
 
-fn summary(gguf: &Gguf, config: Option<&Config>, ctx: Option<u64>, kv: KvType) -> Summary {
+fn summary(gguf: &Gguf, tensors: &[Tensor], config: Option<&Config>, ctx: Option<u64>, kv: KvType) -> Summary {
     let meta = gguf.meta();
     let keys = Keys::new(meta);
-    let shape = config.map_or_else(|| keys.shape(gguf), shape);
+    let shape = config.map_or_else(|| keys.shape(gguf), common::shape);
     let (parameters, active_parameters) = parameters(gguf, &keys);
-    let types = types(gguf);
-    let (elements, bytes) = types.iter().fold((0u64, 0u64), |(n, bytes), t| {
-        // A hostile table can describe more than a number holds.
-        (n.saturating_add(t.elements), bytes.saturating_add(t.bytes))
-    });
+    let (types, elements, bytes) = common::types(tensors);
     let ctx = ctx.unwrap_or_else(|| shape.context_length.unwrap_or(4096).min(4096) as u64);
     Summary {
         architecture: text(meta, "general.architecture"),
         name: text(meta, "general.name"),
         parameters,
         active_parameters,
-        rope: config.map_or_else(|| keys.rope(), |c| Some(rope(c, &keys))),
-        windows: config.map_or_else(|| keys.windows(), windows),
-        experts: config.map_or_else(|| keys.experts(), experts),
-        scales: config.map(scales).unwrap_or_default(),
-        bits_per_weight: (elements > 0).then(|| bytes as f64 * 8.0 / elements as f64),
+        rope: config.map_or_else(|| keys.rope(), |c| Some(common::rope(c, keys.factor()))),
+        windows: config.map_or_else(|| keys.windows(), common::windows),
+        experts: config.map_or_else(|| keys.experts(), common::experts),
+        scales: config.map(common::scales).unwrap_or_default(),
+        bits_per_weight: common::bits(elements, bytes),
         types,
         tokenizer: tokenizer(meta),
-        memory: memory(config, ctx, kv, bytes),
+        memory: common::memory(config, ctx, kv, bytes),
         shape,
     }
 }
@@ -179,11 +137,16 @@ impl<'a> Keys<'a> {
         let (theta, width) = (self.get("rope.freq_base"), self.count("rope.dimension_count"));
         (kind.is_some() || theta.is_some() || width.is_some()).then(|| Rope {
             kind: kind.map_or_else(|| "none".to_owned(), Cow::into_owned),
-            factor: self.get("rope.scaling.factor"),
+            factor: self.factor(),
             theta,
             width,
             without: Vec::new(),
         })
+    }
+
+    /// How many times longer scaling makes the context.
+    fn factor(&self) -> Option<f32> {
+        self.get("rope.scaling.factor").or_else(|| self.get("rope.scale_linear"))
     }
 
     fn windows(&self) -> Vec<Window> {
@@ -217,75 +180,10 @@ fn text(meta: &Metadata, key: &str) -> Option<String> {
     get::<Cow<str>>(meta, key).map(Cow::into_owned)
 }
 
-fn shape(c: &Config) -> Shape {
-    Shape {
-        dim: Some(c.dim),
-        n_layers: Some(c.n_layers),
-        n_heads: Some(c.n_heads),
-        n_kv_heads: Some(c.n_kv_heads),
-        head_dim: Some(c.head_dim),
-        ffn_dim: Some(c.ffn_dim).filter(|&n| n > 0),
-        vocab_size: Some(c.vocab_size),
-        context_length: Some(c.context_length),
-    }
-}
-
-fn rope(c: &Config, keys: &Keys) -> Rope {
-    Rope {
-        kind: c.rope.kind.to_owned(),
-        factor: keys.get("rope.scaling.factor").or_else(|| keys.get("rope.scale_linear")),
-        theta: Some(c.rope.theta),
-        width: Some(2 * c.rope.half()),
-        without: (0..c.n_layers).filter(|&l| !c.rope_layers[l]).collect(),
-    }
-}
-
-fn windows(c: &Config) -> Vec<Window> {
-    let mut windows: Vec<(usize, Vec<usize>)> = Vec::new();
-    for (layer, positions) in c.windows.iter().enumerate().filter_map(|(l, w)| Some((l, (*w)?))) {
-        match windows.iter_mut().find(|w| w.0 == positions) {
-            Some((_, layers)) => layers.push(layer),
-            None => windows.push((positions, vec![layer])),
-        }
-    }
-    windows.into_iter().map(|(positions, layers)| Window { positions, layers: Some(layers) }).collect()
-}
-
-fn experts(c: &Config) -> Option<Experts> {
-    c.moe.map(|moe| Experts {
-        n_experts: moe.n_experts,
-        used: Some(moe.routing.used),
-        ffn_dim: Some(moe.ffn_dim),
-        shared_ffn_dim: Some(moe.shared_ffn_dim).filter(|&n| n > 0),
-        routing: Some(if moe.routing.sigmoid { "sigmoid" } else { "softmax" }),
-        normalize: Some(moe.routing.normalize),
-        scale: Some(moe.routing.scale),
-    })
-}
-
-fn scales(c: &Config) -> BTreeMap<&'static str, f32> {
-    let usual = 1.0 / (c.head_dim as f32).sqrt();
-    let all = [
-        ("embed_scale", Some(c.embed_scale).filter(|&x| x != 1.0)),
-        ("residual_scale", Some(c.residual_scale).filter(|&x| x != 1.0)),
-        ("logit_scale", Some(c.logit_scale).filter(|&x| x != 1.0)),
-        ("attn_scale", Some(c.attn_scale).filter(|&x| x != usual)),
-        ("attn_softcap", c.attn_softcap),
-        ("logit_softcap", c.logit_softcap),
-    ];
-    all.into_iter().filter_map(|(name, x)| Some((name, x?))).collect()
-}
-
-/// Parts of the names of tensors that nobody trained by descent: tables that follow from the configuration, and the
-/// running correction of a router.
-const NO_PARAMETERS: &[&str] =
-    &["rope_freqs", "rope_factors_", "rope.freqs", "attn_rot_embd", "rotary_emb.inv_freq", "exp_probs_b"];
-
 /// Parameters, and those that a token makes use of.
 fn parameters(gguf: &Gguf, keys: &Keys) -> (u64, u64) {
     let used = keys.count("expert_used_count");
-    let trained = |t: &&TensorInfo| !NO_PARAMETERS.iter().any(|part| t.name.contains(part));
-    gguf.tensors().filter(trained).fold((0u64, 0u64), |(all, active), t| {
+    gguf.tensors().filter(|t| common::is_trained(&t.name)).fold((0u64, 0u64), |(all, active), t| {
         let elements = t.elements() as u64;
         let active_elements = match (n_experts(t, keys), used) {
             (Some(n), Some(used)) if used < n => (elements as u128 * used as u128 / n as u128) as u64,
@@ -305,27 +203,6 @@ fn n_experts(t: &TensorInfo, keys: &Keys) -> Option<usize> {
     }
     let is_number = next.bytes().all(|b| b.is_ascii_digit());
     keys.count("expert_count").filter(|_| is_number && role.starts_with("ffn_"))
-}
-
-fn types(gguf: &Gguf) -> Vec<TypeShare> {
-    let mut types: Vec<TypeShare> = Vec::new();
-    for t in gguf.tensors() {
-        let (elements, bytes) = (t.elements() as u64, t.bytes);
-        match types.iter_mut().find(|share| share.ty == t.ty.name()) {
-            Some(share) => {
-                share.tensors += 1;
-                share.elements = share.elements.saturating_add(elements);
-                share.bytes = share.bytes.saturating_add(bytes);
-            }
-            None => {
-                let (block_len, block_bytes) = t.ty.block();
-                let bits_per_weight = block_bytes as f64 * 8.0 / block_len as f64;
-                types.push(TypeShare { ty: t.ty.name(), tensors: 1, elements, bytes, bits_per_weight });
-            }
-        }
-    }
-    types.sort_by_key(|share| std::cmp::Reverse(share.bytes));
-    types
 }
 
 /// Most tokens with a role that are looked up: each costs a walk over the vocabulary.
@@ -352,57 +229,4 @@ fn tokenizer(meta: &Metadata) -> Option<Tokenizer> {
         chat_template: meta.iter().any(|(key, _)| key.starts_with("tokenizer.chat_template")),
         tokens: tokens.map(|t| t.len()),
     })
-}
-
-fn memory(config: Option<&Config>, ctx: u64, kv: KvType, weight_bytes: u64) -> Memory {
-    let kv_bytes = config.and_then(|c| kv_bytes(c, ctx, kv));
-    let total_bytes = kv_bytes.map(|kv| weight_bytes.saturating_add(kv));
-    Memory { ctx, kv: kv.name(), kv_bytes, weight_bytes, total_bytes }
-}
-
-/// Widest rows of keys that are believed: sums below stay far from overflow.
-const MAX_KV_DIM: usize = 1 << 32;
-
-/// Bytes of keys and values while a sequence of `ctx` positions generates. A layer with a window keeps the blocks
-/// that the last positions can touch; a prompt computed in chunks takes those of its chunk besides.
-fn kv_bytes(c: &Config, ctx: u64, kind: KvType) -> Option<u64> {
-    if c.kv_dim() > MAX_KV_DIM {
-        return None;
-    }
-    let layout = KvLayout { kind, n_kv_heads: c.n_kv_heads, head_dim: c.head_dim };
-    let block = KV_BLOCK as u64;
-    let blocks = |window: &Option<usize>| {
-        let all = ctx.div_ceil(block);
-        // However a window lies: at worst it begins with the last position of a block.
-        window.map_or(all, |w| all.min((w as u64 - 1).div_ceil(block) + 1))
-    };
-    let blocks = c.windows.iter().map(blocks).fold(0, u64::saturating_add);
-    Some(blocks.saturating_mul(layout.layer_bytes() as u64))
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-    use puna_model::{Batch, LoadOptions, Model, Outputs};
-
-    #[test]
-    fn a_cache_takes_what_was_promised() {
-        for name in ["llama-gqa", "mistral-swa"] {
-            let path = format!("{}/../../testdata/models/{name}/model-f32.gguf", env!("CARGO_MANIFEST_DIR"));
-            let gguf = Gguf::open(path).unwrap();
-            let mut model = Model::load(&gguf, &LoadOptions::default(), &mut |_, _| {}).unwrap();
-            let mut kv = model.kv_cache(KvType::F16);
-            let seq = kv.add();
-            let mut peak = 0;
-            for start in 0..100 {
-                let mut batch = Batch::default();
-                batch.push(seq, start, &[7], Outputs::None);
-                model.forward(&batch, &mut kv).unwrap();
-                peak = peak.max(kv.bytes() as u64);
-                let promised = kv_bytes(model.config(), start as u64 + 1, KvType::F16).unwrap();
-                assert!(kv.bytes() as u64 <= promised, "{name} at {start}");
-            }
-            assert_eq!(Some(peak), kv_bytes(model.config(), 100, KvType::F16), "{name}");
-        }
-    }
 }

@@ -1,7 +1,9 @@
 //! `puna inspect`: what a model file holds, what it takes to run it, and whether it can be run.
 //!
-//! A source ([`gguf`]) reads files into a [`Report`], which is plain data; [`text`] and `--json` only know the report.
+//! A source ([`gguf`], [`folder`]) reads files into a [`Report`], which is plain data; [`text`] and `--json` only know the report.
 
+mod common;
+mod folder;
 mod gguf;
 mod report;
 mod text;
@@ -9,6 +11,7 @@ mod text;
 use crate::error::Error;
 use clap::Args;
 use puna_kernels::KvType;
+use puna_model::Source;
 use report::Report;
 use serde::Serialize;
 use serde_json::ser::Formatter;
@@ -22,7 +25,7 @@ A model that cannot be run is described as far as it can be read, with the reaso
 It is 1 when the file is no model file, or damaged before its weights begin.
 Shapes are written outermost dimension first: [rows, columns]. kB, MB and GB are powers of 1000.")]
 pub struct InspectArgs {
-    /// GGUF file; of a split model, any of its files
+    /// GGUF file (of a split model, any of its files), or folder with config.json and safetensors
     model: PathBuf,
     /// One JSON object with everything; of arrays longer than 64, type and length
     #[arg(long)]
@@ -40,7 +43,10 @@ pub struct InspectArgs {
 
 /// Runs the command.
 pub fn run(args: &InspectArgs) -> Result<(), Error> {
-    let report = gguf::report(&args.model, args.ctx, args.kv)?;
+    let report = match Source::open(&args.model)? {
+        Source::Gguf(gguf) => gguf::report(&gguf, args.ctx, args.kv),
+        Source::Folder(folder) => folder::report(&folder, args.ctx, args.kv)?,
+    };
     let mut out = BufWriter::new(io::stdout().lock());
     if args.json {
         write_json(&report, &mut out)?;

@@ -22,18 +22,17 @@ pub struct Parsed {
     pub tied: Option<bool>,
     /// Whether each layer has a router.
     pub sparse: Vec<bool>,
-    /// Tensors that each layer must have, as GGUF names them after the layer.
-    needs: Vec<String>,
-    /// Tensors that a layer without and with a router must have.
-    needs_by_kind: [Vec<String>; 2],
+    /// Biases that every layer and that every layer without a router must have, as GGUF names them after the layer.
+    biases: [Vec<String>; 2],
     /// Rows and columns that share a scale of FP8 weights.
     pub fp8_block: [usize; 2],
 }
 
 impl Parsed {
-    /// Tensors that a layer must have besides those of its kind that binding asks for.
-    pub fn needs_of(&self, sparse: bool) -> impl Iterator<Item = &String> {
-        self.needs.iter().chain(&self.needs_by_kind[usize::from(sparse)])
+    /// Biases that a layer must have.
+    pub fn biases(&self, sparse: bool) -> impl Iterator<Item = &String> {
+        let [all, dense] = &self.biases;
+        all.iter().chain(dense.iter().filter(move |_| !sparse))
     }
 }
 
@@ -57,7 +56,7 @@ pub fn read(path: &Path, object: &Object, n_tensors: usize) -> Result<Parsed, Er
             return Err(keys.error(key, format!("only {only} is supported, found {}", shown(value))));
         }
     }
-    let n_layers = keys.require_count("num_hidden_layers")?;
+    let n_layers = keys.require_size("num_hidden_layers")?;
     // A hostile count must not size anything: each layer has tensors of its own.
     if n_layers > n_tensors {
         let what = format!("{n_layers} layers, but the files have {n_tensors} tensors: layers are missing");
@@ -67,14 +66,12 @@ pub fn read(path: &Path, object: &Object, n_tensors: usize) -> Result<Parsed, Er
     let mut config = model(&outer, keys, family, arch, n_layers)?;
     (family.adjust)(keys, &mut config)?;
     config.windows = windows(keys, family, &config.rope_layers)?;
-    let (needs, needs_by_kind) = needs(keys, family)?;
     Ok(Parsed {
         arch,
         config,
         tied: tied(&outer, inner.as_ref())?,
         sparse,
-        needs,
-        needs_by_kind,
+        biases: biases(keys, family)?,
         fp8_block: quantization(&outer)?,
     })
 }
@@ -103,14 +100,14 @@ fn family(outer: &Keys, inner: Option<&Keys>) -> Result<&'static Family, Error> 
 }
 
 fn model(outer: &Keys, keys: &Keys, family: &Family, arch: &Arch, n_layers: usize) -> Result<Config, Error> {
-    let dim = keys.require_count("hidden_size")?;
-    let n_heads = keys.require_count("num_attention_heads")?;
-    let n_kv_heads = keys.count("num_key_value_heads")?.or(family.defaults.n_kv_heads.unwrap_or(n_heads), n_heads);
+    let dim = keys.require_size("hidden_size")?;
+    let n_heads = keys.require_size("num_attention_heads")?;
+    let n_kv_heads = keys.size("num_key_value_heads")?.or(family.defaults.n_kv_heads.unwrap_or(n_heads), n_heads);
     if n_heads % n_kv_heads != 0 {
         let what = format!("{n_heads} heads are not divisible into {n_kv_heads} groups");
         return Err(keys.error("num_key_value_heads", what));
     }
-    let head_dim = match keys.count("head_dim")?.nullable(family.defaults.head_dim) {
+    let head_dim = match keys.size("head_dim")?.nullable(family.defaults.head_dim) {
         Some(n) => n,
         None if dim % n_heads == 0 => dim / n_heads,
         None => {
@@ -128,7 +125,7 @@ fn model(outer: &Keys, keys: &Keys, family: &Family, arch: &Arch, n_layers: usiz
         Given::Null => return Err(keys.missing("max_position_embeddings")),
         Given::Value(n) => n,
     };
-    let ffn_dim = keys.count("intermediate_size")?.value();
+    let ffn_dim = keys.size("intermediate_size")?.value();
     let moe = family.experts.as_ref().map(|experts| moe(keys, experts)).transpose()?;
     Ok(Config {
         arch: arch.name,
@@ -235,7 +232,7 @@ fn listed_windows(
 
 fn moe(keys: &Keys, experts: &Experts) -> Result<MoeConfig, Error> {
     // The older name and the newer one.
-    let counts = [keys.count("num_experts")?.value(), keys.count("num_local_experts")?.value()];
+    let counts = [keys.size("num_experts")?.value(), keys.size("num_local_experts")?.value()];
     let n_experts = match counts {
         [Some(a), Some(b)] if a != b => {
             return Err(keys.error("num_experts", format!("{a}, while num_local_experts is {b}")));
@@ -243,7 +240,7 @@ fn moe(keys: &Keys, experts: &Experts) -> Result<MoeConfig, Error> {
         [Some(n), _] | [None, Some(n)] => n,
         [None, None] => return Err(keys.missing("num_local_experts (or num_experts)")),
     };
-    let used = keys.count("num_experts_per_tok")?.or(experts.used, experts.used);
+    let used = keys.size("num_experts_per_tok")?.or(experts.used, experts.used);
     if used > n_experts {
         return Err(keys.error("num_experts_per_tok", format!("{used} experts of {n_experts} cannot be used")));
     }
@@ -251,10 +248,10 @@ fn moe(keys: &Keys, experts: &Experts) -> Result<MoeConfig, Error> {
         Normalize::Always => true,
         Normalize::Asked => keys.flag("norm_topk_prob")?.unwrap_or(false),
     };
-    let shared_ffn_dim = experts.shared_ffn_key.map(|key| keys.require_count(key)).transpose()?;
+    let shared_ffn_dim = experts.shared_ffn_key.map(|key| keys.require_size(key)).transpose()?;
     Ok(MoeConfig {
         n_experts,
-        ffn_dim: keys.require_count(experts.ffn_key)?,
+        ffn_dim: keys.require_size(experts.ffn_key)?,
         shared_ffn_dim: shared_ffn_dim.unwrap_or(0),
         routing: Routing { used, sigmoid: experts.sigmoid, normalize, scale: 1.0 },
     })
@@ -272,21 +269,17 @@ fn sparse(keys: &Keys, family: &Family, n_layers: usize) -> Result<Vec<bool>, Er
     Ok((0..n_layers).map(|layer| (layer + 1) % step == 0 && !dense.contains(&(layer as u64))).collect())
 }
 
-/// Tensors that each layer must have, and those of layers without and with a router.
-fn needs(keys: &Keys, family: &Family) -> Result<(Vec<String>, [Vec<String>; 2]), Error> {
-    let owned = |parts: &[&str]| parts.iter().map(|&part| part.to_owned()).collect();
-    let (mut all, mut dense): (Vec<String>, Vec<String>) = (owned(family.needs), Vec::new());
-    let sparse = family.experts.as_ref().map_or_else(Vec::new, |experts| owned(experts.needs));
+/// Biases that the file promises, of every layer and of layers without a router.
+fn biases(keys: &Keys, family: &Family) -> Result<[Vec<String>; 2], Error> {
+    let mut promised = [Vec::new(), Vec::new()];
     for biases in family.biases {
-        let given = biases.key.map(|key| keys.flag(key)).transpose()?.flatten();
-        if given.unwrap_or(biases.default) {
+        if keys.flag(biases.key)?.unwrap_or(false) {
             for part in biases.of {
-                let list = if part.starts_with("ffn") { &mut dense } else { &mut all };
-                list.push(format!("{part}.bias"));
+                promised[usize::from(part.starts_with("ffn"))].push(format!("{part}.bias"));
             }
         }
     }
-    Ok((all, [dense, sparse]))
+    Ok(promised)
 }
 
 /// Whether the output is the embedding: what the outermost key says, or the text part's where there is none. `None`:

@@ -28,8 +28,6 @@ pub struct Family {
     pub experts: Option<Experts>,
     /// Tensors of layers that exist when a key is true.
     pub biases: &'static [Biases],
-    /// Tensors without which every layer would be computed otherwise.
-    pub needs: &'static [&'static str],
     /// Keys of which only one value is computed.
     pub fixed: &'static [(&'static str, &'static str)],
     /// What no other field says.
@@ -87,8 +85,6 @@ pub struct Experts {
     pub normalize: Normalize,
     /// The key of the width of an expert that every token has.
     pub shared_ffn_key: Option<&'static str>,
-    /// Tensors that every layer with a router has.
-    pub needs: &'static [&'static str],
 }
 
 /// Whether the weights of the chosen experts are divided by their sum.
@@ -101,20 +97,14 @@ pub enum Normalize {
 
 /// Biases that exist when a key is true.
 pub struct Biases {
-    /// The key; none: always.
-    pub key: Option<&'static str>,
-    /// What an absent key means.
-    pub default: bool,
+    /// The key; it is false by default.
+    pub key: &'static str,
     /// Projections that have one, as GGUF names them.
     pub of: &'static [&'static str],
 }
 
-const ATTENTION_BIAS: Biases =
-    Biases { key: Some("attention_bias"), default: false, of: &["attn_q", "attn_k", "attn_v", "attn_output"] };
-const MLP_BIAS: Biases = Biases { key: Some("mlp_bias"), default: false, of: &["ffn_gate", "ffn_up", "ffn_down"] };
-const QKV: &[&str] = &["attn_q", "attn_k", "attn_v"];
-const QKV_BIAS: Biases = Biases { key: None, default: true, of: QKV };
-const QK_NORMS: &[&str] = &["attn_q_norm.weight", "attn_k_norm.weight"];
+const ATTENTION_BIAS: Biases = Biases { key: "attention_bias", of: &["attn_q", "attn_k", "attn_v", "attn_output"] };
+const MLP_BIAS: Biases = Biases { key: "mlp_bias", of: &["ffn_gate", "ffn_up", "ffn_down"] };
 
 const LLAMA: Family = Family {
     types: &["llama", "smolvlm", "idefics3"],
@@ -127,7 +117,6 @@ const LLAMA: Family = Family {
     axes: None,
     experts: None,
     biases: &[ATTENTION_BIAS, MLP_BIAS],
-    needs: &[],
     fixed: &[],
     adjust: |_, _| Ok(()),
 };
@@ -147,7 +136,7 @@ const QWEN2: Family = Family {
     arch: "qwen2",
     defaults: Defaults { n_kv_heads: Some(32), context: 32_768, ..LLAMA.defaults },
     windows: Windows::Layers(28, |layer, max| layer >= max),
-    biases: &[QKV_BIAS],
+    biases: &[],
     ..LLAMA
 };
 
@@ -157,7 +146,6 @@ const QWEN3: Family = Family {
     arch: "qwen3",
     defaults: Defaults { head_dim: Some(128), ..QWEN2.defaults },
     biases: &[ATTENTION_BIAS],
-    needs: QK_NORMS,
     ..QWEN2
 };
 
@@ -186,7 +174,6 @@ pub static FAMILIES: &[Family] = &[
             sigmoid: false,
             normalize: Normalize::Always,
             shared_ffn_key: None,
-            needs: &[],
         }),
         ..MISTRAL
     },
@@ -204,9 +191,8 @@ pub static FAMILIES: &[Family] = &[
             sigmoid: false,
             normalize: Normalize::Asked,
             shared_ffn_key: Some("shared_expert_intermediate_size"),
-            needs: &["ffn_gate_shexp.weight", "ffn_gate_inp_shexp.weight"],
         }),
-        biases: &[Biases { key: Some("qkv_bias"), default: true, of: QKV }],
+        fixed: &[("qkv_bias", "true")],
         ..QWEN2
     },
     QWEN3,
@@ -222,7 +208,6 @@ pub static FAMILIES: &[Family] = &[
             sigmoid: false,
             normalize: Normalize::Asked,
             shared_ffn_key: None,
-            needs: &[],
         }),
         ..QWEN3
     },
@@ -247,7 +232,6 @@ pub static FAMILIES: &[Family] = &[
             sigmoid: false,
             normalize: Normalize::Always,
             shared_ffn_key: None,
-            needs: &[],
         }),
         fixed: &[("norm_topk_prob", "true")],
         ..QWEN3_VL
@@ -275,10 +259,8 @@ pub static FAMILIES: &[Family] = &[
             sigmoid: true,
             normalize: Normalize::Always,
             shared_ffn_key: None,
-            needs: &["exp_probs_b.bias"],
         }),
         biases: &[],
-        needs: QK_NORMS,
         fixed: &[
             ("scoring_func", "\"sigmoid\""),
             ("use_routing_bias", "true"),
@@ -304,7 +286,6 @@ pub static FAMILIES: &[Family] = &[
         arch: "olmo2",
         defaults: Defaults { norm_eps: 1e-5, ..LLAMA.defaults },
         biases: &[ATTENTION_BIAS],
-        needs: QK_NORMS,
         ..LLAMA
     },
 ];

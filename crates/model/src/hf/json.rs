@@ -11,6 +11,9 @@ use std::path::Path;
 /// file's size.
 const MAX_CONFIG: usize = 4 << 20;
 
+/// Largest width or number of parts. Real ones stay below 2^18.
+const MAX_SIZE: usize = 1 << 20;
+
 /// An object.
 pub type Object = serde_json::Map<String, Value>;
 
@@ -182,9 +185,18 @@ impl<'a> Keys<'a> {
         self.typed(key, expected, |v| Some(u32::try_from(v.as_u64()?).ok()? as usize))
     }
 
-    /// A count that must be there.
-    pub fn require_count(&self, key: &str) -> Result<usize, Error> {
-        self.count(key)?.value().ok_or_else(|| self.missing(key))
+    /// A number of heads, layers, experts, or the width of something: above 0, and small enough that a few of them
+    /// can be multiplied, and that lists of one of them fit in memory.
+    pub fn size(&self, key: &str) -> Result<Given<usize>, Error> {
+        match self.count(key)? {
+            Given::Value(n) if n > MAX_SIZE => Err(self.error(key, format!("expected at most {MAX_SIZE}, found {n}"))),
+            size => Ok(size),
+        }
+    }
+
+    /// A size that must be there.
+    pub fn require_size(&self, key: &str) -> Result<usize, Error> {
+        self.size(key)?.value().ok_or_else(|| self.missing(key))
     }
 
     /// A number above 0 that single precision can hold.

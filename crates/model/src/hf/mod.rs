@@ -125,7 +125,7 @@ impl Folder {
                 let what = format!("{CONFIG} says that layer {layer} has no experts");
                 return Some(self.error(&router, what));
             }
-            let parts = parsed.needs_of(sparse).map(|part| format!("blk.{layer}.{part}"));
+            let parts = parsed.biases(sparse).map(|part| format!("blk.{layer}.{part}"));
             if let Some(missing) = parts.chain(sparse.then_some(router)).find(|name| !has(name)) {
                 return Some(self.missing(&missing));
             }

@@ -93,12 +93,13 @@ pub struct Names {
     pub tied: bool,
     /// What transformers' names begin with.
     prefix: String,
+    /// Where the output can be: beside the text model or at any level above it.
+    heads: Vec<String>,
     middle_norm: &'static str,
 }
 
 impl Names {
-    /// Finds the tensors. Those of a layer that have no name in GGUF keep theirs, so that binding finds them to be of
-    /// no use. An output that is not read because the embedding is, is left out.
+    /// Finds the tensors. Those that have no name in GGUF keep theirs, so that binding finds them to be of no use. An output that is not read because the embedding is, is left out.
     ///
     /// # Errors
     /// [`Error::Tensor`] for experts whose shape is not one of the two that exist, and for a tensor that is there under
@@ -108,8 +109,10 @@ impl Names {
             Norms::Before => "ffn_norm",
             Norms::After => "post_attention_norm",
         };
-        let mut names = Names { entries: IndexMap::new(), tied: false, prefix: prefix(shards), middle_norm };
-        let has_head = names.heads().any(|head| shards.tensors.contains_key(&format!("{head}.weight")));
+        let prefix = prefix(shards);
+        let heads = heads(&prefix);
+        let mut names = Names { entries: IndexMap::new(), tied: false, prefix, heads, middle_norm };
+        let has_head = names.heads.iter().any(|head| shards.tensors.contains_key(&format!("{head}.weight")));
         names.tied = parsed.tied.unwrap_or(!has_head);
         for (tensor, name) in shards.tensors.keys().enumerate() {
             if is_harmless(name) || is_scale(shards, name) {
@@ -130,6 +133,9 @@ impl Names {
                         names.insert(shards, format!("blk.{layer}.{gguf}"), Entry { tensor, part: None })?;
                     }
                 }
+            } else if !names.prefix.is_empty() && name.starts_with(&names.prefix) {
+                // Without a prefix, a vision tower would be taken for a part of the text model.
+                names.insert(shards, name.clone(), Entry { tensor, part: None })?;
             }
         }
         Ok(names)
@@ -138,7 +144,7 @@ impl Names {
     /// GGUF's name of embedding, last norm and output.
     fn outside_layers(&self, name: &str) -> Option<String> {
         let (base, suffix) = name.rsplit_once('.')?;
-        if self.heads().any(|head| head == base) {
+        if self.heads.iter().any(|head| head == base) {
             return Some(format!("output.{suffix}"));
         }
         match base.strip_prefix(&self.prefix)? {
@@ -165,13 +171,6 @@ impl Names {
 
     fn rows(&self) -> impl Iterator<Item = (&'static str, &'static str)> {
         LAYER.iter().copied().chain([(MIDDLE_NORM, self.middle_norm)])
-    }
-
-    /// Where the output can be: beside the text model or at any level above it.
-    fn heads(&self) -> impl Iterator<Item = String> + use<> {
-        let levels: Vec<&str> = self.prefix.split_terminator('.').collect();
-        let head = |n: usize| levels[..n].iter().chain(&["lm_head"]).copied().collect::<Vec<_>>().join(".");
-        (0..=levels.len()).map(head).collect::<Vec<_>>().into_iter()
     }
 
     /// Splits a tensor of all experts into theirs. Rows are output features, or columns are, as transformers 4 had it
@@ -243,7 +242,7 @@ impl Names {
         match base {
             "token_embd" => return vec![format!("{prefix}embed_tokens.{suffix}")],
             "output_norm" => return vec![format!("{prefix}norm.{suffix}")],
-            "output" => return self.heads().map(|head| format!("{head}.{suffix}")).collect(),
+            "output" => return self.heads.iter().map(|head| format!("{head}.{suffix}")).collect(),
             _ => {}
         }
         let Some((layer, part)) = gguf.strip_prefix("blk.").and_then(|rest| rest.split_once('.')) else {
@@ -299,6 +298,12 @@ pub fn scales(shards: &Shards, name: &str) -> Option<usize> {
 fn is_scale(shards: &Shards, name: &str) -> bool {
     let of = SCALES.iter().find_map(|end| name.strip_suffix(end));
     of.and_then(|of| shards.tensors.get(of)).is_some_and(|located| located.info.ty.name == FP8)
+}
+
+/// `lm_head` at each level of a prefix.
+fn heads(prefix: &str) -> Vec<String> {
+    let levels = std::iter::once(0).chain(prefix.match_indices('.').map(|(i, _)| i + 1));
+    levels.map(|end| format!("{}lm_head", &prefix[..end])).collect()
 }
 
 /// What the text model's names begin with.

@@ -154,13 +154,16 @@ impl Stored {
             Elements::Plain(width) => out.copy_from_slice(&self.bytes[start * width..end * width]),
             Elements::Fp8(Scales { values, block: [block_rows, block_cols] }) => {
                 let scales = &values[row / block_rows * self.cols.div_ceil(*block_cols)..];
-                let elements = self.bytes[start..end].iter().zip(out.as_chunks_mut::<4>().0);
-                let mut elements = elements.enumerate().map(|(i, element)| (cols.start + i, element)).peekable();
-                while let Some(&(col, _)) = elements.peek() {
-                    let (scale, next) = (scales[col / block_cols], (col / block_cols + 1) * block_cols);
-                    while let Some((_, (&byte, out))) = elements.next_if(|&(col, _)| col < next) {
-                        *out = (E4M3[usize::from(byte)] * scale).to_le_bytes();
+                let (mut col, mut bytes, mut out) = (cols.start, &self.bytes[start..end], out);
+                while !bytes.is_empty() {
+                    let block = col / block_cols;
+                    let n = bytes.len().min((block + 1) * block_cols - col);
+                    let (these, rest) = bytes.split_at(n);
+                    let (made, after) = out.split_at_mut(n * 4);
+                    for (byte, made) in these.iter().zip(made.as_chunks_mut().0) {
+                        *made = (E4M3[usize::from(*byte)] * scales[block]).to_le_bytes();
                     }
+                    (col, bytes, out) = (col + n, rest, after);
                 }
             }
         }
