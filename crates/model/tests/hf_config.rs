@@ -619,5 +619,7 @@ fn quantized_weights() {
         (json!({"quant_method": "fp8", "weight_block_size": [0, 128]}), "weight_block_size"),
     ] {
         refused(&keys!("llama", "quantization_config": config), &["quantization_config", word]);
+        let inside = json!({"model_type": "x", "text_config": keys!("llama", "quantization_config": config)});
+        refused(&inside, &["text_config.quantization_config", word]);
     }
 }

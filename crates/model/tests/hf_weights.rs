@@ -334,7 +334,13 @@ fn a_tensor_of_no_use_is_named() {
     let mut small = Small::dense("llama");
     let expected = small.made().logits(&tokens(12));
     // Tables that every reader makes, and what is no part of the text model.
-    for name in ["model.layers.0.self_attn.rotary_emb.inv_freq", "model.rotary_emb.inv_freq", "score.weight"] {
+    for name in [
+        "model.layers.0.self_attn.rotary_emb.inv_freq",
+        "model.rotary_emb.inv_freq",
+        "model.layers.0.mlp.up_proj.input_scale",
+        "model.layers.0.self_attn.k_scale",
+        "score.weight",
+    ] {
         small.tensors.push(Tensor::f32(name, &[2], &[1.0, 2.0]));
     }
     assert_same(&small.made().logits(&tokens(12)), &expected, "more tensors");

@@ -72,7 +72,7 @@ pub fn read(path: &Path, object: &Object, n_tensors: usize) -> Result<Parsed, Er
         tied: tied(&outer, inner.as_ref())?,
         sparse,
         biases: biases(keys, family)?,
-        fp8_block: quantization(&outer)?,
+        fp8_block: quantization(&outer, keys)?,
     })
 }
 
@@ -295,9 +295,10 @@ fn tied(outer: &Keys, inner: Option<&Keys>) -> Result<Option<bool>, Error> {
 }
 
 /// Rows and columns of a block of FP8 weights that share a scale.
-fn quantization(outer: &Keys) -> Result<[usize; 2], Error> {
+fn quantization(outer: &Keys, text: &Keys) -> Result<[usize; 2], Error> {
     const USUAL: [usize; 2] = [128, 128];
-    let Some(keys) = outer.object("quantization_config")? else { return Ok(USUAL) };
+    let key = "quantization_config";
+    let Some(keys) = outer.object(key)?.or(text.object(key)?) else { return Ok(USUAL) };
     let method = keys.text("quant_method")?.ok_or_else(|| keys.missing("quant_method"))?;
     let format = keys.text("format")?;
     match (method, format) {

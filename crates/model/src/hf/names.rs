@@ -56,7 +56,7 @@ static PREFIXES: &[&str] =
 
 /// Last parts of names that do not matter: tables that every reader computes, and scales of activations, keys and
 /// values, which are not kept in eight bits here.
-static HARMLESS: &[&str] = &["inv_freq", "input_scale", "activation_scale", "k_scale", "v_scale"];
+static HARMLESS: &[&str] = &["inv_freq", "input_scale", "input_scale_ub", "activation_scale", "k_scale", "v_scale"];
 
 /// What is added to the name of an FP8 tensor for its scales.
 const SCALES: [&str; 2] = ["_scale_inv", "_scale"];
