@@ -224,7 +224,7 @@ impl<'a> Eval<'a> {
             });
             mask.clear();
         }
-        let states = args.hidden_states.then(|| HiddenStates::new(model.config().n_layers, seqs[0].rows.len()));
+        let states = args.hidden_states.then(|| HiddenStates::new(model.config().n_layers));
         let chunk = usize::try_from(args.chunk).unwrap_or(usize::MAX);
         Ok(Eval { model, kv, seqs, chunk, batch: Batch::default(), states, result: Output::default() })
     }
@@ -355,7 +355,7 @@ struct HiddenStates {
 }
 
 impl HiddenStates {
-    fn new(n_layers: usize, _rows: usize) -> HiddenStates {
+    fn new(n_layers: usize) -> HiddenStates {
         HiddenStates { layers: vec![Vec::new(); n_layers + 1], own: 0 }
     }
 }

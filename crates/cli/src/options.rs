@@ -1,6 +1,5 @@
 //! Arguments that several commands share.
 
-use crate::error::Error;
 use clap::Args;
 use puna::sampler::{LogitBias, PartialSampling};
 use puna::{EngineOptions, Isa, KvType, LoadOptions, Pool};
@@ -87,9 +86,9 @@ pub struct SamplingOptions {
 
 impl SamplingOptions {
     /// What was asked for.
-    pub fn wishes(&self) -> Result<PartialSampling, Error> {
+    pub fn wishes(&self) -> PartialSampling {
         let bias: BTreeMap<u32, f32> = self.logit_bias.iter().copied().collect();
-        Ok(PartialSampling {
+        PartialSampling {
             temperature: self.temp,
             top_k: self.top_k,
             top_p: self.top_p,
@@ -103,7 +102,7 @@ impl SamplingOptions {
             ignore_eos: self.ignore_eos.then_some(true),
             seed: self.seed,
             ..PartialSampling::default()
-        })
+        }
     }
 }
 

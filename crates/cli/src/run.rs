@@ -143,7 +143,7 @@ impl<'a> Session<'a> {
     /// Generates an answer: the text to standard output as it comes (or one JSON object), the timings to standard
     /// error. Ctrl-C ends it.
     pub fn answer(&mut self, prompt: Vec<u32>) -> Result<String, Error> {
-        let sampling = self.engine.sampling(&self.args.sampling.wishes()?);
+        let sampling = self.engine.sampling(&self.args.sampling.wishes());
         let mut request = Request::new(prompt, sampling);
         request.max_tokens = self.args.max_tokens;
         request.stop.clone_from(&self.args.stop);

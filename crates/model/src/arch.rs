@@ -176,7 +176,7 @@ impl<'a> Keys<'a> {
         self.meta.error(&self.name(key), what)
     }
 
-    /// A count above zero and within reason.
+    /// A count above zero.
     fn count(&self, key: &str) -> Result<Option<usize>, Error> {
         match self.meta.get::<u32>(&self.name(key))? {
             Some(0) => Err(self.error(key, "expected a number above 0, found 0")),
