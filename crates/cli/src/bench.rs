@@ -2,9 +2,10 @@
 //! beside.
 
 use crate::error::Error;
+use crate::options::{LoadArgs, print_notices};
 use clap::Args;
-use puna_kernels::{Isa, KvType, Pool};
-use puna_model::{Batch, LoadOptions, Model, Outputs, SeqId, Source};
+use puna_kernels::Isa;
+use puna_model::{Batch, Model, Outputs, SeqId, Source};
 use serde_json::{Map, Value, json};
 use std::io::Write;
 use std::path::PathBuf;
@@ -27,21 +28,11 @@ pub struct BenchArgs {
     /// Positions in the cache before generation is timed
     #[arg(short = 'd', long, value_delimiter = ',', default_value = "0")]
     depth: Vec<usize>,
-    /// Threads [default: physical cores]
-    #[arg(short = 't', long)]
-    threads: Option<usize>,
     /// Times each test is repeated
     #[arg(short = 'r', long, default_value_t = 3)]
     repeat: usize,
-    /// How keys and values are kept: f32 or f16
-    #[arg(long, default_value = "f16")]
-    kv: KvType,
-    /// Instructions: scalar, avx2 or avx512 [default: the best of this processor]
-    #[arg(long)]
-    isa: Option<Isa>,
-    /// Rearrange weights while loading: auto or no
-    #[arg(long, default_value = "auto", value_parser = ["auto", "no"])]
-    pack: String,
+    #[command(flatten)]
+    load: LoadArgs,
 }
 
 /// Rows of a step of a prompt.
@@ -49,16 +40,12 @@ const CHUNK: usize = 512;
 
 /// Runs the command.
 pub fn run(args: &BenchArgs) -> Result<(), Error> {
-    let options = LoadOptions {
-        isa: args.isa.unwrap_or_else(Isa::detect),
-        threads: args.threads.unwrap_or_else(Pool::default_threads),
-        pack: args.pack == "auto",
-        ..LoadOptions::default()
-    };
+    let options = args.load.load();
     let start = Instant::now();
     let source = Source::open(&args.model)?;
     let model = Model::load(&source, &options, &mut |_, _| {})?;
     let seconds = start.elapsed().as_secs_f64();
+    print_notices(model.notices());
     let mut bench = Bench { model, args, isa: options.isa, random: 1, batch: Batch::default() };
     bench.print("load", json!({ "seconds": round(seconds, 3) }))?;
     for &n in &args.prompt {
@@ -106,7 +93,7 @@ impl Bench<'_> {
     fn prompt(&mut self, n: usize) -> Result<(), Error> {
         let mut samples = Vec::new();
         for round in 0..=self.args.repeat {
-            let mut kv = self.model.kv_cache(self.args.kv);
+            let mut kv = self.model.kv_cache(self.args.load.kv);
             let seq = kv.add();
             let start = Instant::now();
             // The first round warms up.
@@ -123,7 +110,7 @@ impl Bench<'_> {
         let mut samples = Vec::new();
         let mut kv_bytes = 0;
         for _ in 0..self.args.repeat {
-            let mut kv = self.model.kv_cache(self.args.kv);
+            let mut kv = self.model.kv_cache(self.args.load.kv);
             let seqs: Vec<SeqId> = (0..n_seqs).map(|_| kv.add()).collect();
             for &seq in &seqs {
                 self.feed(&mut kv, seq, depth)?;
@@ -167,7 +154,7 @@ impl Bench<'_> {
             "max_ts": round(*max, 2),
             "threads": self.model.threads(),
             "isa": self.isa.name(),
-            "kv": self.args.kv.name(),
+            "kv": self.args.load.kv.name(),
         });
         if let Value::Object(fields) = &mut fields {
             fields.extend(more);

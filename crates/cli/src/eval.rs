@@ -1,9 +1,10 @@
 //! `puna eval`: logits and hidden states of given token ids, for comparison with a reference.
 
 use crate::error::Error;
+use crate::options::{LoadArgs, print_notices};
 use clap::Args;
 use puna::ModelFiles;
-use puna_kernels::{Acts, Isa, KvType, Pool};
+use puna_kernels::{Acts, Isa, KvType};
 use puna_model::{BackendKind, Batch, KvCache, LoadOptions, Model, Row, SeqId, Span, Tap};
 use safetensors::tensor::TensorView;
 use safetensors::{Dtype, SafeTensors};
@@ -30,52 +31,39 @@ pub struct EvalArgs {
     /// Also choose N further tokens, each the most likely one; end tokens do not end
     #[arg(long, value_name = "N", default_value_t = 0)]
     greedy: usize,
-    /// Threads [default: physical cores]
-    #[arg(long)]
-    threads: Option<usize>,
     /// Positions computed in one step
     #[arg(long, default_value_t = 512, value_parser = clap::value_parser!(u64).range(1..))]
     chunk: u64,
-    /// How keys and values are kept: f32 or f16
-    #[arg(long, default_value = "f16")]
-    kv: KvType,
-    /// Instructions: scalar, avx2 or avx512 [default: the best of this processor]
-    #[arg(long)]
-    isa: Option<Isa>,
     /// JSON list of token lists that run in the same batches
     #[arg(long, value_name = "FILE")]
     batch_with: Option<PathBuf>,
     /// What computes: cpu, or the slow reference
     #[arg(long, default_value = "auto", value_parser = ["auto", "cpu", "reference"])]
     backend: String,
-    /// Rearrange weights while loading: auto or no
-    #[arg(long, default_value = "auto", value_parser = ["auto", "no"])]
-    pack: String,
+    #[command(flatten)]
+    load: LoadArgs,
 }
 
 /// Runs the command.
 pub fn run(args: &EvalArgs) -> Result<(), Error> {
     // The whole model is checked, its tokenizer too.
     let files = ModelFiles::open(&args.model)?;
-    let options = LoadOptions {
-        backend: if args.backend == "reference" { BackendKind::Reference } else { BackendKind::Cpu },
-        isa: args.isa.unwrap_or_else(Isa::detect),
-        threads: args.threads.unwrap_or_else(Pool::default_threads),
-        pack: args.pack == "auto",
-        ..LoadOptions::default()
-    };
+    let backend = if args.backend == "reference" { BackendKind::Reference } else { BackendKind::Cpu };
+    let options = LoadOptions { backend, ..args.load.load() };
     let mut model = Model::load(files.checkpoint(), &options, &mut |_, _| {})?;
     let input = match &args.input {
         Some(path) => Input::read(path, model.config().dim)?,
         None => Input { ids: args.tokens.clone(), ..Input::default() },
     };
     let others = args.batch_with.as_deref().map(companions).transpose()?.unwrap_or_default();
-    let mut kv = model.kv_cache(args.kv);
+    let mut kv = model.kv_cache(args.load.kv);
+    print_notices(model.notices());
+    print_notices(kv.notice(args.load.kv).as_slice());
     let mut eval = Eval::new(&mut model, &mut kv, input, others, args)?;
     eval.prompt()?;
     eval.greedy(args.greedy)?;
     let result = eval.result;
-    result.write(&args.out, &model, options.isa, args)
+    result.write(&args.out, &model, options.isa, kv.kind())
 }
 
 /// What is evaluated.
@@ -379,7 +367,7 @@ impl Tap for HiddenStates {
 }
 
 impl Output {
-    fn write(&self, path: &Path, model: &Model, isa: Isa, args: &EvalArgs) -> Result<(), Error> {
+    fn write(&self, path: &Path, model: &Model, isa: Isa, kv: KvType) -> Result<(), Error> {
         let c = model.config();
         let mut tensors: Vec<(&str, Dtype, Vec<usize>, Vec<u8>)> = Vec::new();
         let f32s = |x: &[f32]| x.iter().flat_map(|x| x.to_le_bytes()).collect();
@@ -390,7 +378,7 @@ impl Output {
         if let Some(mean) = &self.mean_pooled {
             tensors.push(("mean_pooled", Dtype::F32, vec![c.dim], f32s(mean)));
         }
-        if args.greedy > 0 {
+        if !self.greedy.is_empty() {
             let ids = self.greedy.iter().flat_map(|id| id.to_le_bytes()).collect();
             tensors.push(("greedy", Dtype::I64, vec![self.greedy.len()], ids));
         }
@@ -404,7 +392,7 @@ impl Output {
             ("threads".to_owned(), model.threads().to_string()),
             ("steps".to_owned(), self.steps.to_string()),
             ("rows".to_owned(), self.rows.to_string()),
-            ("kv".to_owned(), args.kv.to_string()),
+            ("kv".to_owned(), kv.to_string()),
         ]);
         safetensors::serialize_to_file(views, Some(meta), path).map_err(|e| Error::file(path, e))
     }

@@ -3,42 +3,86 @@
 use clap::Args;
 use puna::sampler::{LogitBias, PartialSampling};
 use puna::{EngineOptions, Isa, KvType, LoadOptions, Pool};
+use puna_kernels::DType;
+use puna_kernels::dtype::FORMATS;
 use std::collections::BTreeMap;
 
-/// How a model is run; nothing here but `--kv` changes what it says.
+/// How a model is loaded. Nothing here but `--kv` and `--quantize` changes what it says.
 #[derive(Args, Clone, Debug)]
-pub struct RunOptions {
-    /// Positions of a sequence, prompt and answer together [default: the model's own, at most 8192]
-    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..))]
-    ctx: Option<u32>,
+pub struct LoadArgs {
     /// Threads [default: physical cores]
     #[arg(long, short = 't', value_name = "N", value_parser = clap::value_parser!(u16).range(1..))]
     threads: Option<u16>,
-    /// How keys and values are kept: f32 or f16
+    /// How keys and values are kept: f32, f16 or q8_0
     #[arg(long, value_name = "KIND", default_value = "f16")]
-    kv: KvType,
+    pub kv: KvType,
     /// Instructions: scalar, avx2 or avx512 [default: the best of this processor]
     #[arg(long)]
     isa: Option<Isa>,
     /// Rearrange weights while loading (auto), or use them as the file stores them (no)
     #[arg(long, default_value = "auto", value_parser = ["auto", "no"])]
     pack: String,
+    /// Quantize projections that are stored as floats while loading: q8_0, q4_0, q4_k, .. or none
+    #[arg(long, value_name = "TYPE", default_value = "none", value_parser = quantize)]
+    quantize: Quantize,
+}
+
+impl LoadArgs {
+    /// The same for the model.
+    pub fn load(&self) -> LoadOptions {
+        LoadOptions {
+            isa: self.isa.unwrap_or_else(Isa::detect),
+            threads: self.threads.map_or_else(Pool::default_threads, usize::from),
+            pack: self.pack == "auto",
+            quantize: self.quantize.0,
+            ..LoadOptions::default()
+        }
+    }
+}
+
+#[derive(Clone, Copy, Debug)]
+struct Quantize(Option<DType>);
+
+fn quantize(name: &str) -> Result<Quantize, String> {
+    if name == "none" {
+        return Ok(Quantize(None));
+    }
+    let blocks = |dtype: &DType| dtype.can_quantize() && dtype.format().block_len > 1;
+    match DType::from_name(name).filter(blocks) {
+        Some(dtype) => Ok(Quantize(Some(dtype))),
+        None => {
+            let all = FORMATS.iter().map(|f| f.dtype).filter(blocks).map(|d| d.name().to_lowercase());
+            Err(format!("expected none or one of {}", all.collect::<Vec<_>>().join(", ")))
+        }
+    }
+}
+
+/// How a model is run.
+#[derive(Args, Clone, Debug)]
+pub struct RunOptions {
+    /// Positions of a sequence, prompt and answer together [default: the model's own, at most 8192]
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..))]
+    ctx: Option<u32>,
+    #[command(flatten)]
+    load: LoadArgs,
 }
 
 impl RunOptions {
     /// The same for the engine.
     pub fn engine(&self) -> EngineOptions {
         EngineOptions {
-            load: LoadOptions {
-                isa: self.isa.unwrap_or_else(Isa::detect),
-                threads: self.threads.map_or_else(Pool::default_threads, usize::from),
-                pack: self.pack == "auto",
-                ..LoadOptions::default()
-            },
-            kv: self.kv,
+            load: self.load.load(),
+            kv: self.load.kv,
             ctx: self.ctx.map(|n| n as usize),
             ..EngineOptions::default()
         }
+    }
+}
+
+/// Tells what a file or an option asks for and does not get.
+pub fn print_notices(notices: &[String]) {
+    for notice in notices {
+        eprintln!("puna: {notice}");
     }
 }
 

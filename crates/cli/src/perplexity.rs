@@ -1,7 +1,7 @@
 //! `puna perplexity`: how well a model predicts a text.
 
 use crate::error::Error;
-use crate::options::RunOptions;
+use crate::options::{RunOptions, print_notices};
 use crate::progress::{Progress, Unit};
 use crate::tokenize::read_text;
 use clap::Args;
@@ -38,6 +38,8 @@ pub fn run(args: &PerplexityArgs) -> Result<(), Error> {
     let mut loading = Progress::new("loading", Unit::Bytes);
     let mut model = Model::load(files.checkpoint(), &options.load, &mut |done, total| loading.update(done, total))?;
     loading.finish();
+    print_notices(model.notices());
+    print_notices(model.kv_cache(options.kv).notice(options.kv).as_slice());
     let own = model.config().context_length;
     let window = options.ctx.unwrap_or(own.min(puna::engine::DEFAULT_CTX));
     if ids.len() < 2 || window < 2 {

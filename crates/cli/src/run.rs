@@ -2,7 +2,7 @@
 
 use crate::chat;
 use crate::error::Error;
-use crate::options::{RunOptions, SamplingOptions};
+use crate::options::{RunOptions, SamplingOptions, print_notices};
 use crate::progress::{Progress, Unit};
 use crate::tokenize::read_text;
 use clap::Args;
@@ -94,14 +94,13 @@ impl<'a> Session<'a> {
     fn load(args: &'a RunArgs) -> Result<Session<'a>, Error> {
         let start = Instant::now();
         let files = ModelFiles::open(&args.model)?;
-        for notice in files.notices() {
-            eprintln!("puna: {notice}");
-        }
+        print_notices(files.notices());
         let mut progress = Progress::new("loading", Unit::Bytes);
         let mut options = args.options.engine();
         options.load.profile = args.profile;
         let engine = Engine::from_files(files, &options, &mut |done, total| progress.update(done, total))?;
         progress.finish();
+        print_notices(engine.notices());
         let template = args.template.as_ref().map(|path| read_text(Some(path))).transpose()?;
         Ok(Session { engine, args, template, loading: start.elapsed(), interrupted: Arc::default() })
     }

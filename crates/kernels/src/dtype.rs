@@ -92,6 +92,8 @@ impl Arith {
 
 /// Whole blocks to numbers.
 pub type Dequantize = fn(&[u8], &mut [f32]);
+/// Numbers to whole blocks.
+pub type Quantize = fn(&[f32], &mut [u8]);
 /// Whole blocks to groups of 32 columns.
 pub type Unpack = fn(&[u8], &mut [Group]);
 
@@ -109,6 +111,8 @@ pub struct Format {
     pub arith: Arith,
     /// Whole blocks to f32: `src.len() / block_bytes * block_len == dst.len()`.
     pub dequantize: Dequantize,
+    /// The best blocks for f32s, the inverse of `dequantize`; `None` for formats that puna only reads.
+    pub quantize: Option<Quantize>,
     /// Whole blocks to groups of 32 columns; `None` for float formats.
     pub unpack: Option<Unpack>,
     /// How it is packed; `None` where kernels read the stored blocks.
@@ -166,6 +170,11 @@ impl DType {
         self.format().name
     }
 
+    /// Whether [`quantize`] can make it.
+    pub fn can_quantize(self) -> bool {
+        self.format().quantize.is_some()
+    }
+
     /// Bytes of a row of `cols` columns, or `None` when `cols` is not a whole number of blocks or the size overflows.
     pub fn row_bytes(self, cols: usize) -> Option<usize> {
         let f = self.format();
@@ -174,4 +183,15 @@ impl DType {
         }
         (cols / f.block_len).checked_mul(f.block_bytes)
     }
+}
+
+/// Turns numbers into whole blocks of a format, with the least error that its scales allow. A number that is not finite
+/// leaves a block whose weights are not finite.
+///
+/// # Panics
+/// If the format is only read, or `out` is not the blocks of `values`.
+pub fn quantize(dtype: DType, values: &[f32], out: &mut [u8]) {
+    assert_eq!(Some(out.len()), dtype.row_bytes(values.len()), "{dtype:?} blocks of {} values", values.len());
+    let quantize = dtype.format().quantize.expect("only formats that can be made are asked for: see can_quantize");
+    quantize(values, out);
 }

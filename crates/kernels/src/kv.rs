@@ -33,6 +33,12 @@ impl KvType {
         }
     }
 
+    /// Whether heads of so many dimensions can be kept so.
+    pub fn fits(self, head_dim: usize) -> bool {
+        let _ = head_dim;
+        true
+    }
+
     fn bytes(self) -> usize {
         match self {
             KvType::F32 => 4,

@@ -21,7 +21,7 @@ mod simd;
 
 pub use act::{ActBlock, Acts};
 pub use attention::{Attention, KvView, attention};
-pub use dtype::{Arith, DType, Format, Group};
+pub use dtype::{Arith, DType, Format, Group, quantize};
 pub use exec::Exec;
 pub use isa::Isa;
 pub use kv::{KV_BLOCK, KvBlocks, KvLayer, KvLayout, KvPlan, KvType, kv_store};

@@ -98,6 +98,19 @@ impl Pool {
         });
     }
 
+    /// Calls `task(i, part)` for each part of `data`, of `len` elements each and the last one of what is left.
+    ///
+    /// # Panics
+    /// If `len` is zero.
+    pub fn for_each_part<T: Send>(&self, data: &mut [T], len: usize, task: &(dyn Fn(usize, &mut [T]) + Sync)) {
+        let total = data.len();
+        let parts = SharedMut::new(data);
+        self.for_each(total.div_ceil(len), &|i| {
+            // SAFETY: parts do not overlap, and each is one task's.
+            task(i, unsafe { parts.slice(i * len, len.min(total - i * len)) });
+        });
+    }
+
     /// Calls `job` on this thread, and meanwhile on those that are free.
     fn run(&self, job: &Job) {
         let turn = self.turn.lock().unwrap_or_else(PoisonError::into_inner);
@@ -245,6 +258,20 @@ mod tests {
                 });
                 assert!(tasks.iter().all(|c| c.load(Ordering::Relaxed) == 1));
             }
+        }
+    }
+
+    #[test]
+    fn parts_are_all_and_apart() {
+        let pool = Pool::new(3);
+        for (total, len) in [(0, 1), (1, 4), (7, 3), (64, 8), (65, 8)] {
+            let mut data = vec![0usize; total];
+            pool.for_each_part(&mut data, len, &|i, part| {
+                for (j, x) in part.iter_mut().enumerate() {
+                    *x += i * len + j + 1;
+                }
+            });
+            assert!(data.iter().enumerate().all(|(i, &x)| x == i + 1));
         }
     }
 

@@ -6,8 +6,9 @@ use crate::backend::Backend;
 use crate::checkpoint::{Checkpoint, Data, Place, Tensor};
 use crate::config::{Config, MoeConfig};
 use crate::error::Error;
+use crate::quantize::{self, quantize_rows};
 use crate::weights::{Attn, Dense, Ffn, Layer, Linear, Moe, Norm, Shared, Weights};
-use puna_kernels::{Arith, DType, MatrixSource};
+use puna_kernels::{Arith, DType, MatrixSource, Pool};
 use std::cell::RefCell;
 use std::collections::HashSet;
 use std::ops::Range;
@@ -23,6 +24,8 @@ pub struct Found {
     order: Option<Vec<u32>>,
     /// What is read of a file, to give its memory back.
     place: Option<Place>,
+    /// Whether it is a layer's projection or the output, which may be quantized: not the embedding, not a router.
+    is_projection: bool,
 }
 
 /// Called as weights are loaded: bytes done, bytes in all.
@@ -46,19 +49,44 @@ pub fn bind(from: &dyn Checkpoint, arch: &Arch, config: &Config) -> Result<Weigh
     Ok(weights)
 }
 
-/// Brings bound weights into a device's form, and gives back the pages of files that it copied.
-pub fn load<B: Backend>(backend: &B, weights: Weights<Found>, progress: &mut Progress) -> Weights<B::Matrix> {
-    let mut total = 0;
-    let weights = weights.map(&mut |found: Found| {
-        total += found.bytes();
-        found
+/// What becomes of weights where they are to be quantized to `wish`: a sentence where some do not.
+pub fn notice(weights: &Weights<Found>, wish: DType) -> Option<String> {
+    let (mut simpler, mut kept) = (0, 0);
+    weights.each(&mut |found: &Found| match found.target(wish) {
+        None if found.is_projection => kept += 1,
+        Some(to) if to != wish => simpler += 1,
+        _ => {}
     });
+    let name = wish.name();
+    let simpler =
+        (simpler > 0).then(|| format!("{simpler} become Q8_0, because their rows are no whole blocks of {name}"));
+    let kept = (kept > 0).then(|| format!("{kept} stay as they are, quantized already or in rows of another length"));
+    let parts: Vec<String> = simpler.into_iter().chain(kept).collect();
+    (!parts.is_empty()).then(|| format!("of the projections to be quantized to {name}, {}", parts.join("; ")))
+}
+
+/// Brings bound weights into a device's form, and gives back the pages of files that it copied. `quantize`: what
+/// projections that are stored as floats become before.
+pub fn load<B: Backend>(
+    backend: &B,
+    weights: Weights<Found>,
+    quantize: Option<(&Pool, DType)>,
+    progress: &mut Progress,
+) -> Weights<B::Matrix> {
+    let mut total = 0;
+    weights.each(&mut |found| total += found.bytes());
     let mut done = 0;
     weights.map(&mut |found: Found| {
-        let (bytes, is_made) = (found.bytes(), matches!(found.data, Data::Made(..)));
+        let bytes = found.bytes();
+        let target = quantize.and_then(|(pool, wish)| Some((pool, found.target(wish)?)));
         let Found { dtype, rows, cols, data, order, place, .. } = found;
-        let matrix = backend.matrix(MatrixSource { dtype, rows, cols, bytes: data.read(), order });
-        if let Some(place) = place.filter(|_| is_made || backend.copies(&matrix)) {
+        let is_copy = target.is_some() || matches!(data, Data::Made(..));
+        let (dtype, bytes_in) = match target {
+            Some((pool, to)) => (to, quantize_rows(pool, &data, [rows, cols], dtype, to)),
+            None => (dtype, data.read()),
+        };
+        let matrix = backend.matrix(MatrixSource { dtype, rows, cols, bytes: bytes_in, order });
+        if let Some(place) = place.filter(|_| is_copy || backend.copies(&matrix)) {
             place.map.release(place.range);
         }
         done += bytes;
@@ -73,6 +101,11 @@ impl Found {
         self.rows as u64 * self.row_bytes as u64
     }
 
+    /// The format it is quantized to where `wish` is asked for.
+    pub(crate) fn target(&self, wish: DType) -> Option<DType> {
+        quantize::target(self.dtype, wish, self.cols).filter(|_| self.is_projection)
+    }
+
     /// Some of its rows, which are in the order of the data.
     fn slice(&self, rows: Range<usize>) -> Found {
         let (n, row_bytes) = (rows.len(), self.row_bytes);
@@ -84,7 +117,7 @@ impl Found {
             Data::Made(..) => place.clone(),
         });
         let data = self.data.slice(rows, row_bytes);
-        Found { dtype: self.dtype, rows: n, cols: self.cols, row_bytes, data, order: None, place }
+        Found { rows: n, data, order: None, place, ..*self }
     }
 }
 
@@ -267,7 +300,8 @@ impl Binder<'_> {
         let row_bytes = dtype.row_bytes(cols).ok_or_else(|| {
             self.from.error(name, format!("row length {cols} is not a whole number of {} blocks", dtype.name()))
         })?;
-        Ok(Found { dtype, rows, cols, row_bytes, data, order: None, place })
+        let is_projection = !NO_PROJECTIONS.iter().any(|part| name.contains(part));
+        Ok(Found { dtype, rows, cols, row_bytes, data, order: None, place, is_projection })
     }
 
     /// A vector in single precision; `None` where there is none.
@@ -325,6 +359,9 @@ impl Binder<'_> {
         Ok(())
     }
 }
+
+/// Matrices that no rows of a large product go through, and whose errors cost most.
+const NO_PROJECTIONS: &[&str] = &["token_embd.", "ffn_gate_inp"];
 
 /// Tensors of a vision or audio tower that a file has beside the text model, and what `arch.rs` reads.
 const ELSEWHERE: &[&str] = &["v.", "a.", "mm.", "rope_freqs", "rope_factors_"];

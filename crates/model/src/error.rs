@@ -23,6 +23,12 @@ pub enum Error {
         /// The failure in words.
         what: String,
     },
+    /// Weights cannot be quantized to the format.
+    #[error("weights cannot be quantized to {}: it is only read", dtype.name())]
+    Quantize {
+        /// The format.
+        dtype: puna_kernels::DType,
+    },
     /// The file is something else than a GGUF file.
     #[error("{}: not a GGUF file: {what}", shown(path))]
     NotGguf {

@@ -60,8 +60,9 @@ struct Table {
 }
 
 impl KvCache {
-    /// An empty cache for a model.
+    /// An empty cache for a model. Heads that are no whole blocks of `kind` are kept as F16: see [`KvCache::notice`].
     pub fn new(config: &Config, kind: KvType) -> KvCache {
+        let kind = if kind.fits(config.head_dim) { kind } else { KvType::F16 };
         let layout = KvLayout { kind, n_kv_heads: config.n_kv_heads, head_dim: config.head_dim };
         let mut windows: Vec<Option<usize>> = Vec::new();
         let mut counts = Vec::new();
@@ -86,6 +87,14 @@ impl KvCache {
     /// How numbers are kept.
     pub fn kind(&self) -> KvType {
         self.layout.kind
+    }
+
+    /// A sentence for whoever asked for `wish`, where the cache is of another kind.
+    pub fn notice(&self, wish: KvType) -> Option<String> {
+        let (kind, head_dim) = (self.kind(), self.layout.head_dim);
+        (kind != wish).then(|| {
+            format!("keys and values are kept as {kind}: heads of {head_dim} dimensions are no whole blocks of {wish}")
+        })
     }
 
     /// Begins a sequence.

@@ -20,6 +20,7 @@ pub mod kv;
 pub mod map;
 mod model;
 mod moe;
+pub mod quantize;
 pub mod reference;
 pub mod rope;
 mod source;

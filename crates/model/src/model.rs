@@ -12,7 +12,7 @@ use crate::kv::KvCache;
 use crate::reference::Reference;
 use crate::timed::{Profile, Timed};
 use crate::weights::Weights;
-use puna_kernels::{Isa, KvType, Pool};
+use puna_kernels::{DType, Isa, KvType, Pool};
 
 /// What computes.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -24,7 +24,8 @@ pub enum BackendKind {
     Reference,
 }
 
-/// How a model is loaded and run. Nothing here changes logits, except that the reference is exact.
+/// How a model is loaded and run. Nothing here changes logits, except that the reference is exact and `quantize` changes
+/// the weights.
 #[derive(Clone, Copy, Debug)]
 pub struct LoadOptions {
     /// What computes.
@@ -35,6 +36,10 @@ pub struct LoadOptions {
     pub threads: usize,
     /// Rearrange weights for speed; otherwise they are used as the file stores them, without being copied.
     pub pack: bool,
+    /// Quantize projections that are stored as floats: one of the formats that [`DType::can_quantize`]. Rows that are not
+    /// whole blocks of it become Q8_0. Norms, biases, routers and embeddings stay as they are, and so do weights that
+    /// are quantized already.
+    pub quantize: Option<DType>,
     /// Keep time of each kind of operation, for [`Model::take_profile`].
     pub profile: bool,
 }
@@ -42,7 +47,14 @@ pub struct LoadOptions {
 impl Default for LoadOptions {
     fn default() -> LoadOptions {
         let threads = Pool::default_threads();
-        LoadOptions { backend: BackendKind::Cpu, isa: Isa::detect(), threads, pack: true, profile: false }
+        LoadOptions {
+            backend: BackendKind::Cpu,
+            isa: Isa::detect(),
+            threads,
+            pack: true,
+            quantize: None,
+            profile: false,
+        }
     }
 }
 
@@ -50,6 +62,7 @@ impl Default for LoadOptions {
 pub struct Model {
     config: Config,
     runner: Box<dyn Runner + Send>,
+    notices: Vec<String>,
     scratch: Scratch,
 }
 
@@ -112,13 +125,18 @@ impl Model {
         if !Isa::available().contains(&options.isa) {
             return Err(Error::Isa { isa: options.isa });
         }
+        if let Some(dtype) = options.quantize.filter(|d| !d.can_quantize()) {
+            return Err(Error::Quantize { dtype });
+        }
         let (arch, config) = from.config()?;
         let weights = bind::bind(from, arch, &config)?;
+        let notices = options.quantize.and_then(|wish| bind::notice(&weights, wish)).into_iter().collect();
         let runner: Box<dyn Runner + Send> = match options.backend {
             BackendKind::Cpu => {
                 let cpu = Cpu::new(options.isa, options.threads, options.pack);
                 let threads = cpu.exec().pool.threads();
-                let weights = bind::load(&cpu, weights, progress);
+                let quantize = options.quantize.map(|dtype| (&cpu.exec().pool, dtype));
+                let weights = bind::load(&cpu, weights, quantize, progress);
                 if options.profile {
                     Box::new(TimedRun(Run(Timed::new(cpu), weights, threads)))
                 } else {
@@ -126,16 +144,23 @@ impl Model {
                 }
             }
             BackendKind::Reference => {
-                let weights = bind::load(&Reference, weights, progress);
+                let pool = Pool::new(options.threads);
+                let quantize = options.quantize.map(|dtype| (&pool, dtype));
+                let weights = bind::load(&Reference, weights, quantize, progress);
                 Box::new(Run(Reference, weights, 1))
             }
         };
-        Ok(Model { config, runner, scratch: Scratch::default() })
+        Ok(Model { config, runner, notices, scratch: Scratch::default() })
     }
 
     /// What the model is.
     pub fn config(&self) -> &Config {
         &self.config
+    }
+
+    /// What the options ask for and the model does not get, a sentence each.
+    pub fn notices(&self) -> &[String] {
+        &self.notices
     }
 
     /// Threads it runs on.

@@ -124,6 +124,29 @@ impl<M> Weights<M> {
         bytes(&self.head().weight) + self.layers.iter().map(layer).sum::<usize>()
     }
 
+    /// Every matrix.
+    pub fn each(&self, f: &mut impl FnMut(&M)) {
+        fn dense<M>(d: &Dense<M>, f: &mut impl FnMut(&M)) {
+            [&d.gate, &d.up, &d.down].into_iter().for_each(|l| f(&l.weight));
+        }
+        f(&self.tok_embd.weight);
+        for Layer { attn, ffn, .. } in &self.layers {
+            [&attn.q, &attn.k, &attn.v, &attn.o].into_iter().for_each(|l| f(&l.weight));
+            match ffn {
+                Ffn::Dense(d) => dense(d, f),
+                Ffn::Moe(m) => {
+                    f(&m.router.weight);
+                    m.experts.iter().for_each(|e| dense(e, f));
+                    if let Some(shared) = &m.shared {
+                        shared.gate.iter().for_each(|gate| f(&gate.weight));
+                        dense(&shared.ffn, f);
+                    }
+                }
+            }
+        }
+        self.output.iter().for_each(|output| f(&output.weight));
+    }
+
     /// The same weights with every matrix replaced.
     pub fn map<N>(self, f: &mut impl FnMut(M) -> N) -> Weights<N> {
         Weights {

@@ -46,6 +46,7 @@ pub struct Engine {
     template: Option<String>,
     sampling: PartialSampling,
     path: PathBuf,
+    notices: Vec<String>,
     ctx: usize,
     chunk: usize,
     /// In order of arrival.
@@ -80,8 +81,11 @@ impl Engine {
         let (source, tokenizer, template, sampling) = files.into_parts();
         let model = Model::load(source.checkpoint(), &options.load, progress)?;
         let own = model.config().context_length;
+        let kv = model.kv_cache(options.kv);
+        let notices = model.notices().iter().cloned().chain(kv.notice(options.kv)).collect();
         Ok(Engine {
-            kv: model.kv_cache(options.kv),
+            kv,
+            notices,
             ctx: options.ctx.unwrap_or(own.min(DEFAULT_CTX)),
             chunk: options.chunk.max(1),
             tokenizer: tokenizer.map(Arc::new),
@@ -96,6 +100,11 @@ impl Engine {
             scratch: Scratch::default(),
             events: Vec::new(),
         })
+    }
+
+    /// What the options ask for and the model does not get, a sentence each.
+    pub fn notices(&self) -> &[String] {
+        &self.notices
     }
 
     /// What the model is.

@@ -15,6 +15,11 @@ pub static F32: Format = Format {
             *d = f32::from_le_bytes(*s);
         }
     },
+    quantize: Some(|src, dst| {
+        for (x, d) in src.iter().zip(dst.as_chunks_mut().0) {
+            *d = x.to_le_bytes();
+        }
+    }),
     unpack: None,
     panel: None,
 };
@@ -31,6 +36,11 @@ pub static F16: Format = Format {
             *d = f16::from_le_bytes(*s).to_f32();
         }
     },
+    quantize: Some(|src, dst| {
+        for (x, d) in src.iter().zip(dst.as_chunks_mut().0) {
+            *d = f16::from_f32(*x).to_le_bytes();
+        }
+    }),
     unpack: None,
     panel: None,
 };
@@ -47,6 +57,11 @@ pub static BF16: Format = Format {
             *d = bf16::from_le_bytes(*s).to_f32();
         }
     },
+    quantize: Some(|src, dst| {
+        for (x, d) in src.iter().zip(dst.as_chunks_mut().0) {
+            *d = bf16::from_f32(*x).to_le_bytes();
+        }
+    }),
     unpack: None,
     panel: None,
 };

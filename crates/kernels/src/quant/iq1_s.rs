@@ -17,6 +17,7 @@ pub static FORMAT: Format = Format {
     block_bytes: BYTES,
     arith: Arith::Scale32,
     dequantize: |src, dst| each_block(src, dst, dequantize),
+    quantize: None,
     unpack: Some(|src, dst| each_block(src, dst, unpack)),
     panel: None,
 };

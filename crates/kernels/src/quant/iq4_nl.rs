@@ -1,6 +1,6 @@
 //! IQ4_NL: 32 columns, one half-precision scale, 4-bit codes into a table of values. Source: ggml's `block_iq4_nl`.
 
-use super::{bytes_at, each_block, f16_at, nibbles};
+use super::{bytes_at, each_block, each_run, f16, f16_at, fit, nibbles, pack_nibbles, put};
 use crate::dtype::{Arith, DType, Format, Group};
 use crate::linear::PanelFormat;
 use crate::pack::{Segment, place};
@@ -21,6 +21,7 @@ pub static FORMAT: Format = Format {
     block_bytes: BYTES,
     arith: Arith::Scale32,
     dequantize: |src, dst| each_block(src, dst, dequantize),
+    quantize: Some(|src, dst| each_run(src, dst, quantize)),
     unpack: Some(|src, dst| each_block(src, dst, unpack)),
     panel: Some(&PANEL),
 };
@@ -37,6 +38,15 @@ fn dequantize(block: &[u8; BYTES]) -> [f32; 32] {
 fn unpack(block: &[u8; BYTES]) -> [Group; 1] {
     let q = nibbles(bytes_at(block, 2), |q| VALUES[usize::from(q)]);
     [Group { q, d: [f16_at(block, 0); 2], ..Group::ZERO }]
+}
+
+fn quantize(x: &[f32; 32]) -> [u8; BYTES] {
+    let d = f16::from_f32(fit::table_scale(x, &VALUES));
+    let inv = fit::inverse(d.to_f32());
+    let mut block = [0; BYTES];
+    put(&mut block, 0, d.to_le_bytes());
+    put(&mut block, 2, pack_nibbles(&x.map(|x| fit::nearest(x * inv, &VALUES) as u8)));
+    block
 }
 
 /// 16 scales, then codes.

@@ -2,9 +2,9 @@
 //! Source: ggml's `block_iq4_xs`.
 
 use super::{
-    bytes_at, each_block, f16_at,
+    bytes_at, each_block, each_run, f16_at, fit,
     iq4_nl::{BIASED, VALUES},
-    nibbles, u16_at,
+    nibbles, pack_nibbles, put, u16_at,
 };
 use crate::dtype::{Arith, DType, Format, Group};
 use crate::linear::PanelFormat;
@@ -24,6 +24,7 @@ pub static FORMAT: Format = Format {
     block_bytes: BYTES,
     arith: Arith::Scale32,
     dequantize: |src, dst| each_block(src, dst, dequantize),
+    quantize: Some(|src, dst| each_run(src, dst, quantize)),
     unpack: Some(|src, dst| each_block(src, dst, unpack)),
     panel: Some(&PANEL),
 };
@@ -50,6 +51,20 @@ fn unpack(block: &[u8; BYTES]) -> [Group; 8] {
         let q = nibbles(bytes_at(block, 8 + 16 * j), |q| VALUES[usize::from(q)]);
         Group { q, d: [d * f32::from(scale(block, j)); 2], ..Group::ZERO }
     })
+}
+
+fn quantize(x: &[f32; 256]) -> [u8; BYTES] {
+    let (d, sc) = fit::scales::<8, 32>(x, -32..=31, |x| fit::table_scale(x, &VALUES));
+    let mut block = [0; BYTES];
+    put(&mut block, 0, d.to_le_bytes());
+    for (j, (x, &sc)) in x.as_chunks::<32>().0.iter().zip(&sc).enumerate() {
+        let inv = fit::inverse(d.to_f32() * f32::from(sc));
+        put(&mut block, 8 + 16 * j, pack_nibbles(&x.map(|x| fit::nearest(x * inv, &VALUES) as u8)));
+        let sc = (sc + 32) as u8;
+        block[4 + j / 2] |= (sc & 15) << (j % 2 * 4);
+        block[2 + j / 4] |= (sc >> 4) << (j % 4 * 2);
+    }
+    block
 }
 
 /// 16 `d`, high bits of the scales, low bits, then codes.

@@ -1,11 +1,13 @@
-//! One file a weight format: its block layout, the reference `dequantize` (value by value, as the format is defined)
-//! and `unpack` (the integer form that the kernels use, group by group).
+//! One file a weight format: its block layout, the reference `dequantize` (value by value, as the format is defined),
+//! `unpack` (the integer form that the kernels use, group by group) and, for most, `quantize` (the best block for given
+//! values, whose factors `fit` finds).
 //!
 //! Layouts and formulas are ggml's: `block_*` in ggml-common.h and `dequantize_row_*` in ggml-quants.c. All products of
 //! scales and codes are exact in f32 (short of overflow, which only MXFP4's largest scales reach); in formats with a
 //! minimum its sum with the product rounds, once. So [`Group::dequantize`](crate::Group::dequantize) of what `unpack`
 //! gives equals `dequantize` exactly, however the factors are grouped.
 
+mod fit;
 pub mod float;
 pub mod iq1_m;
 pub mod iq1_s;
@@ -47,6 +49,20 @@ fn each_block<const BYTES: usize, const LEN: usize, T>(
     }
 }
 
+/// Applies `f` to every run of `LEN` values of `src`, which become the `BYTES` bytes of a block of `dst`.
+fn each_run<const LEN: usize, const BYTES: usize>(src: &[f32], dst: &mut [u8], f: impl Fn(&[f32; LEN]) -> [u8; BYTES]) {
+    let ((src, src_rest), (dst, dst_rest)) = (src.as_chunks(), dst.as_chunks_mut());
+    debug_assert!(src.len() == dst.len() && src_rest.is_empty() && dst_rest.is_empty(), "whole blocks on both sides");
+    for (run, block) in src.iter().zip(dst) {
+        *block = f(run);
+    }
+}
+
+/// Writes the `N` bytes of a block that start at `at`.
+fn put<const N: usize>(block: &mut [u8], at: usize, bytes: [u8; N]) {
+    block[at..at + N].copy_from_slice(&bytes);
+}
+
 /// The `N` bytes of a block that start at `at`.
 fn bytes_at<const N: usize>(block: &[u8], at: usize) -> &[u8; N] {
     block[at..].first_chunk().expect("a block's fields lie inside it: offsets depend on no input")
@@ -75,6 +91,11 @@ fn nibbles(bytes: &[u8; 16], code: impl Fn(u8) -> i8) -> [i8; 32] {
     q
 }
 
+/// The low nibbles of 32 codes, as [`nibbles`] reads them.
+fn pack_nibbles(q: &[u8; 32]) -> [u8; 16] {
+    std::array::from_fn(|i| q[i] & 15 | (q[i + 16] & 15) << 4)
+}
+
 /// 32 codes from runs of `N`.
 fn runs<const N: usize>(run: impl Fn(usize) -> [i8; N]) -> [i8; 32] {
     let mut q = [0; 32];
@@ -94,6 +115,17 @@ fn scale_min(packed: &[u8; 12], j: usize) -> (u8, u8) {
         let nibbles = packed[j + 4];
         (nibbles & 15 | packed[j - 4] >> 6 << 4, nibbles >> 4 | packed[j] >> 6 << 4)
     }
+}
+
+/// Scales and minima of 8 groups, as [`scale_min`] reads them.
+fn pack_scale_mins(sc: &[u8; 8], m: &[u8; 8]) -> [u8; 12] {
+    let mut packed = [0; 12];
+    for j in 0..4 {
+        packed[j] = sc[j] | sc[j + 4] >> 4 << 6;
+        packed[j + 4] = m[j] | m[j + 4] >> 4 << 6;
+        packed[j + 8] = sc[j + 4] & 15 | (m[j + 4] & 15) << 4;
+    }
+    packed
 }
 
 /// Codes with the sign of the IQ2 and IQ3 formats: negative where the bit of `signs` is set.

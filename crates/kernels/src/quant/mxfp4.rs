@@ -1,7 +1,7 @@
 //! MXFP4: 32 columns, a power of two as scale, 4-bit floats (E2M1). Source: ggml's `block_mxfp4`; the encodings are
 //! those of the OCP Microscaling Formats specification 1.0.
 
-use super::{bytes_at, each_block, nibbles};
+use super::{bytes_at, each_block, each_run, fit, nibbles, pack_nibbles, put};
 use crate::dtype::{Arith, DType, Format, Group};
 use crate::linear::PanelFormat;
 use crate::pack::{Segment, place};
@@ -22,6 +22,7 @@ pub static FORMAT: Format = Format {
     block_bytes: BYTES,
     arith: Arith::Scale32,
     dequantize: |src, dst| each_block(src, dst, dequantize),
+    quantize: Some(|src, dst| each_run(src, dst, quantize)),
     unpack: Some(|src, dst| each_block(src, dst, unpack)),
     panel: Some(&PANEL),
 };
@@ -44,6 +45,27 @@ fn dequantize(block: &[u8; BYTES]) -> [f32; 32] {
 fn unpack(block: &[u8; BYTES]) -> [Group; 1] {
     let q = nibbles(bytes_at(block, 1), |q| VALUES[usize::from(q)]);
     [Group { q, d: [half_scale(block[0]); 2], ..Group::ZERO }]
+}
+
+/// The power of two that brings the largest number to the largest code, or the next one, which cuts nothing off:
+/// whichever errs less. There is no scale that is not finite: the largest one with the largest codes stands for it.
+fn quantize(x: &[f32; 32]) -> [u8; BYTES] {
+    let max = fit::extreme(x).abs();
+    if !max.is_finite() {
+        return std::array::from_fn(|i| if i == 0 { 255 } else { 0x77 });
+    }
+    let exponent = (max.to_bits() >> 23) as u8; // of 2^(exponent - 127) <= max
+    let blocks = [2, 1].map(|less| block(x, exponent.saturating_sub(less)));
+    let error = |block: &[u8; BYTES]| -> f32 { dequantize(block).iter().zip(x).map(|(w, x)| (w - x) * (w - x)).sum() };
+    if error(&blocks[1]) < error(&blocks[0]) { blocks[1] } else { blocks[0] }
+}
+
+fn block(x: &[f32; 32], e: u8) -> [u8; BYTES] {
+    let inv = 1.0 / half_scale(e);
+    let code = |x: f32| fit::nearest((x * inv).abs(), &VALUES[..8]) as u8 | u8::from(x < 0.0) << 3;
+    let mut block = [e; BYTES];
+    put(&mut block, 1, pack_nibbles(&x.map(code)));
+    block
 }
 
 /// 16 scales, then codes.

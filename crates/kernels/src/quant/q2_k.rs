@@ -1,7 +1,11 @@
 //! Q2_K: 256 columns, 2-bit codes, a 4-bit scale and a 4-bit minimum for 16 columns under two half-precision scales.
 //! Source: ggml's `block_q2_K`.
 
-use super::{bytes_at, each_block, f16_at};
+use super::{
+    bytes_at, each_block, each_run, f16_at,
+    fit::{self, ScaleMins},
+    put,
+};
 use crate::dtype::{Arith, DType, Format, Group};
 use crate::linear::PanelFormat;
 use crate::pack::{Segment, place};
@@ -20,6 +24,7 @@ pub static FORMAT: Format = Format {
     block_bytes: BYTES,
     arith: Arith::Scale16Min,
     dequantize: |src, dst| each_block(src, dst, dequantize),
+    quantize: Some(|src, dst| each_run(src, dst, quantize)),
     unpack: Some(|src, dst| each_block(src, dst, unpack)),
     panel: Some(&PANEL),
 };
@@ -45,6 +50,18 @@ fn unpack(block: &[u8; BYTES]) -> [Group; 8] {
             min: halves.map(|b| -(dmin * f32::from(b >> 4))),
         }
     })
+}
+
+fn quantize(x: &[f32; 256]) -> [u8; BYTES] {
+    let ScaleMins { d, dmin, sc, m, q } = fit::scale_mins::<16, 16>(x, 3, 15);
+    let mut block = [0; BYTES];
+    put::<16>(&mut block, 0, std::array::from_fn(|j| sc[j] | m[j] << 4));
+    for (i, q) in q.into_iter().enumerate() {
+        block[16 + i / 128 * 32 + i % 32] |= q << (i / 32 % 4 * 2);
+    }
+    put(&mut block, 80, d.to_le_bytes());
+    put(&mut block, 82, dmin.to_le_bytes());
+    block
 }
 
 /// 16 `d`, 16 `dmin`, 16 x 16 scales and minima, then codes.

@@ -1,7 +1,7 @@
 //! Q3_K: 256 columns, 3-bit codes around 4, a 6-bit scale for 16 columns under one half-precision scale.
 //! Source: ggml's `block_q3_K`.
 
-use super::{bytes_at, each_block, f16_at};
+use super::{bytes_at, each_block, each_run, f16_at, fit, put};
 use crate::dtype::{Arith, DType, Format, Group};
 use crate::linear::PanelFormat;
 use crate::pack::{Segment, place};
@@ -20,6 +20,7 @@ pub static FORMAT: Format = Format {
     block_bytes: BYTES,
     arith: Arith::Scale16,
     dequantize: |src, dst| each_block(src, dst, dequantize),
+    quantize: Some(|src, dst| each_run(src, dst, quantize)),
     unpack: Some(|src, dst| each_block(src, dst, unpack)),
     panel: Some(&PANEL),
 };
@@ -50,6 +51,23 @@ fn unpack(block: &[u8; BYTES]) -> [Group; 8] {
         }
         Group { q, sub: [2 * j, 2 * j + 1].map(|k| scale(scales, k).into()), d: [d; 2], ..Group::ZERO }
     })
+}
+
+fn quantize(x: &[f32; 256]) -> [u8; BYTES] {
+    let (d, sc) = fit::scales::<16, 16>(x, -32..=31, |x| fit::scale(x, -4..=3));
+    let mut block = [0; BYTES];
+    for (j, (x, &sc)) in x.as_chunks::<16>().0.iter().zip(&sc).enumerate() {
+        let codes = fit::codes(x, d.to_f32() * f32::from(sc), -4..=3);
+        for (i, q) in (16 * j..).zip(codes.map(|q| (q + 4) as u8)) {
+            block[i % 32] |= (q >> 2) << (i / 32);
+            block[32 + i / 128 * 32 + i % 32] |= (q & 3) << (i / 32 % 4 * 2);
+        }
+        let sc = (sc + 32) as u8;
+        block[96 + j % 8] |= (sc & 15) << (j / 8 * 4);
+        block[104 + j % 4] |= (sc >> 4) << (j / 4 * 2);
+    }
+    put(&mut block, 108, d.to_le_bytes());
+    block
 }
 
 /// 16 `d`, planes of scales, third bits, then low bits.

@@ -1,6 +1,6 @@
 //! Q4_1: 32 columns, half-precision scale and minimum, 4-bit codes. Source: ggml's `block_q4_1`.
 
-use super::{bytes_at, each_block, f16_at, nibbles};
+use super::{bytes_at, each_block, each_run, f16, f16_at, fit, nibbles, pack_nibbles, put};
 use crate::dtype::{Arith, DType, Format, Group};
 use crate::linear::PanelFormat;
 use crate::pack::{Segment, place};
@@ -18,6 +18,7 @@ pub static FORMAT: Format = Format {
     block_bytes: BYTES,
     arith: Arith::Scale32Min,
     dequantize: |src, dst| each_block(src, dst, dequantize),
+    quantize: Some(|src, dst| each_run(src, dst, quantize)),
     unpack: Some(|src, dst| each_block(src, dst, unpack)),
     panel: Some(&PANEL),
 };
@@ -34,6 +35,16 @@ fn dequantize(block: &[u8; BYTES]) -> [f32; 32] {
 fn unpack(block: &[u8; BYTES]) -> [Group; 1] {
     let q = nibbles(bytes_at(block, 4), |q| q as i8);
     [Group { q, d: [f16_at(block, 0); 2], min: [f16_at(block, 2); 2], ..Group::ZERO }]
+}
+
+fn quantize(x: &[f32; 32]) -> [u8; BYTES] {
+    let (d, m) = fit::scale_min(x, 15, false);
+    let (d, m) = (f16::from_f32(d), f16::from_f32(m));
+    let mut block = [0; BYTES];
+    put(&mut block, 0, d.to_le_bytes());
+    put(&mut block, 2, m.to_le_bytes());
+    put(&mut block, 4, pack_nibbles(&fit::codes_from(x, d.to_f32(), m.to_f32(), 15)));
+    block
 }
 
 /// 16 scales, 16 minima, then codes.

@@ -1,6 +1,6 @@
 //! Q5_0: 32 columns, one half-precision scale, 5-bit codes around 16. Source: ggml's `block_q5_0`.
 
-use super::{bytes_at, each_block, f16_at, nibbles, u32_at};
+use super::{bytes_at, each_block, each_run, f16, f16_at, fit, nibbles, pack_nibbles, put, u32_at};
 use crate::dtype::{Arith, DType, Format, Group};
 use crate::linear::PanelFormat;
 use crate::pack::{Segment, place};
@@ -19,6 +19,7 @@ pub static FORMAT: Format = Format {
     block_bytes: BYTES,
     arith: Arith::Scale32,
     dequantize: |src, dst| each_block(src, dst, dequantize),
+    quantize: Some(|src, dst| each_run(src, dst, quantize)),
     unpack: Some(|src, dst| each_block(src, dst, unpack)),
     panel: Some(&PANEL),
 };
@@ -35,6 +36,21 @@ fn dequantize(block: &[u8; BYTES]) -> [f32; 32] {
 fn unpack(block: &[u8; BYTES]) -> [Group; 1] {
     let q = add_fifth_bit(nibbles(bytes_at(block, 6), |q| q as i8 - 16), u32_at(block, 2));
     [Group { q, d: [f16_at(block, 0); 2], ..Group::ZERO }]
+}
+
+fn quantize(x: &[f32; 32]) -> [u8; BYTES] {
+    let d = f16::from_f32(fit::scale(x, -16..=15));
+    let q = fit::codes(x, d.to_f32(), -16..=15).map(|q| (q + 16) as u8);
+    let mut block = [0; BYTES];
+    put(&mut block, 0, d.to_le_bytes());
+    put(&mut block, 2, fifth_bits(&q));
+    put(&mut block, 6, pack_nibbles(&q));
+    block
+}
+
+/// Bit 4 of each code, as [`add_fifth_bit`] reads them.
+pub(super) fn fifth_bits(q: &[u8; 32]) -> [u8; 4] {
+    q.iter().enumerate().fold(0, |bits: u32, (i, &q)| bits | u32::from(q >> 4) << i).to_le_bytes()
 }
 
 /// Adds 16 to the codes whose bit in `high` is set.

@@ -1,6 +1,10 @@
 //! Q5_1: 32 columns, half-precision scale and minimum, 5-bit codes. Source: ggml's `block_q5_1`.
 
-use super::{bytes_at, each_block, f16_at, nibbles, q5_0::add_fifth_bit, u32_at};
+use super::{
+    bytes_at, each_block, each_run, f16, f16_at, fit, nibbles, pack_nibbles, put,
+    q5_0::{add_fifth_bit, fifth_bits},
+    u32_at,
+};
 use crate::dtype::{Arith, DType, Format, Group};
 use crate::linear::PanelFormat;
 use crate::pack::{Segment, place};
@@ -19,6 +23,7 @@ pub static FORMAT: Format = Format {
     block_bytes: BYTES,
     arith: Arith::Scale32Min,
     dequantize: |src, dst| each_block(src, dst, dequantize),
+    quantize: Some(|src, dst| each_run(src, dst, quantize)),
     unpack: Some(|src, dst| each_block(src, dst, unpack)),
     panel: Some(&PANEL),
 };
@@ -35,6 +40,18 @@ fn dequantize(block: &[u8; BYTES]) -> [f32; 32] {
 fn unpack(block: &[u8; BYTES]) -> [Group; 1] {
     let q = add_fifth_bit(nibbles(bytes_at(block, 8), |q| q as i8), u32_at(block, 4));
     [Group { q, d: [f16_at(block, 0); 2], min: [f16_at(block, 2); 2], ..Group::ZERO }]
+}
+
+fn quantize(x: &[f32; 32]) -> [u8; BYTES] {
+    let (d, m) = fit::scale_min(x, 31, false);
+    let (d, m) = (f16::from_f32(d), f16::from_f32(m));
+    let q = fit::codes_from(x, d.to_f32(), m.to_f32(), 31);
+    let mut block = [0; BYTES];
+    put(&mut block, 0, d.to_le_bytes());
+    put(&mut block, 2, m.to_le_bytes());
+    put(&mut block, 4, fifth_bits(&q));
+    put(&mut block, 8, pack_nibbles(&q));
+    block
 }
 
 /// 16 scales, 16 minima, fifth bits, then low bits.

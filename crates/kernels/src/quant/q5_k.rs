@@ -1,6 +1,10 @@
 //! Q5_K: Q4_K with a fifth bit a code. Source: ggml's `block_q5_K`.
 
-use super::{bytes_at, each_block, f16_at, scale_min};
+use super::{
+    bytes_at, each_block, each_run, f16_at,
+    fit::{self, ScaleMins},
+    pack_scale_mins, put, scale_min,
+};
 use crate::dtype::{Arith, DType, Format, Group};
 use crate::linear::PanelFormat;
 use crate::pack::{Segment, place};
@@ -19,6 +23,7 @@ pub static FORMAT: Format = Format {
     block_bytes: BYTES,
     arith: Arith::Scale32Min,
     dequantize: |src, dst| each_block(src, dst, dequantize),
+    quantize: Some(|src, dst| each_run(src, dst, quantize)),
     unpack: Some(|src, dst| each_block(src, dst, unpack)),
     panel: Some(&PANEL),
 };
@@ -45,6 +50,19 @@ fn unpack(block: &[u8; BYTES]) -> [Group; 8] {
         }
         Group { q, d: [d * f32::from(sc); 2], min: [-(dmin * f32::from(m)); 2], ..Group::ZERO }
     })
+}
+
+fn quantize(x: &[f32; 256]) -> [u8; BYTES] {
+    let ScaleMins { d, dmin, sc, m, q } = fit::scale_mins::<8, 32>(x, 31, 63);
+    let mut block = [0; BYTES];
+    put(&mut block, 0, d.to_le_bytes());
+    put(&mut block, 2, dmin.to_le_bytes());
+    put(&mut block, 4, pack_scale_mins(&sc, &m));
+    for (i, q) in q.into_iter().enumerate() {
+        block[16 + i % 32] |= (q >> 4) << (i / 32);
+        block[48 + i / 64 * 32 + i % 32] |= (q & 15) << (i / 32 % 2 * 4);
+    }
+    block
 }
 
 /// 16 `d`, 16 `dmin`, scales and minima as [`place::scale_min`] puts them, fifth bits, then low bits.

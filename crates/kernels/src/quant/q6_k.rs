@@ -1,7 +1,7 @@
 //! Q6_K: 256 columns, 6-bit codes around 32, a signed 8-bit scale for 16 columns under one half-precision scale.
 //! Source: ggml's `block_q6_K`.
 
-use super::{bytes_at, each_block, f16_at};
+use super::{bytes_at, each_block, each_run, f16_at, fit, put};
 use crate::dtype::{Arith, DType, Format, Group};
 use crate::linear::PanelFormat;
 use crate::pack::{Segment, place};
@@ -21,6 +21,7 @@ pub static FORMAT: Format = Format {
     block_bytes: BYTES,
     arith: Arith::Scale16,
     dequantize: |src, dst| each_block(src, dst, dequantize),
+    quantize: Some(|src, dst| each_run(src, dst, quantize)),
     unpack: Some(|src, dst| each_block(src, dst, unpack)),
     panel: Some(&PANEL),
 };
@@ -46,6 +47,22 @@ fn unpack(block: &[u8; BYTES]) -> [Group; 8] {
         }
         Group { q, sub: bytes_at(block, 192 + 2 * j).map(|b| i16::from(b as i8)), d: [d; 2], ..Group::ZERO }
     })
+}
+
+fn quantize(x: &[f32; 256]) -> [u8; BYTES] {
+    let (d, sc) = fit::scales::<16, 16>(x, -128..=127, |x| fit::scale(x, -32..=31));
+    let mut block = [0; BYTES];
+    for (j, (x, &sc)) in x.as_chunks::<16>().0.iter().zip(&sc).enumerate() {
+        let codes = fit::codes(x, d.to_f32() * f32::from(sc), -32..=31);
+        for (i, q) in (16 * j..).zip(codes.map(|q| (q + 32) as u8)) {
+            let (half, k) = (i / 128, i / 32 % 4);
+            block[64 * half + i % 64] |= (q & 15) << (k / 2 * 4);
+            block[128 + 32 * half + i % 32] |= (q >> 4) << (2 * k);
+        }
+    }
+    put(&mut block, 192, sc.map(|sc| sc as u8));
+    put(&mut block, 208, d.to_le_bytes());
+    block
 }
 
 /// 16 `d`, 16 x 16 scales, high bits, then low bits.

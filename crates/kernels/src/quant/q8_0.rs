@@ -1,6 +1,6 @@
 //! Q8_0: 32 columns, one half-precision scale, signed bytes. Source: ggml's `block_q8_0`.
 
-use super::{bytes_at, each_block, f16_at};
+use super::{bytes_at, each_block, each_run, f16, f16_at, fit, put};
 use crate::dtype::{Arith, DType, Format, Group};
 use crate::linear::PanelFormat;
 use crate::pack::{Segment, place};
@@ -18,6 +18,7 @@ pub static FORMAT: Format = Format {
     block_bytes: BYTES,
     arith: Arith::Scale32,
     dequantize: |src, dst| each_block(src, dst, dequantize),
+    quantize: Some(|src, dst| each_run(src, dst, quantize)),
     unpack: Some(|src, dst| each_block(src, dst, unpack)),
     panel: Some(&PANEL),
 };
@@ -31,6 +32,14 @@ fn dequantize(block: &[u8; BYTES]) -> [f32; 32] {
 fn unpack(block: &[u8; BYTES]) -> [Group; 1] {
     let q = bytes_at(block, 2).map(|b| b as i8);
     [Group { q, d: [f16_at(block, 0); 2], ..Group::ZERO }]
+}
+
+fn quantize(x: &[f32; 32]) -> [u8; BYTES] {
+    let d = f16::from_f32(fit::extreme(x).abs() / 127.0);
+    let mut block = [0; BYTES];
+    put(&mut block, 0, d.to_le_bytes());
+    put(&mut block, 2, fit::codes(x, d.to_f32(), -127..=127).map(|q| q as u8));
+    block
 }
 
 /// 16 scales, then codes with 128 added.
