@@ -128,8 +128,9 @@ impl Kernel for Quantize<'_> {
     }
 }
 
+/// Quantizes 32 numbers.
 #[inline(always)]
-fn quantize_block<S: Simd>(s: S, x: &[f32; GROUP], block: &mut ActBlock) {
+pub(crate) fn quantize_block<S: Simd>(s: S, x: &[f32; GROUP], block: &mut ActBlock) {
     // SAFETY: both halves lie in the array.
     let (lo, hi) = unsafe { (s.load(x.as_ptr()), s.load(x.as_ptr().add(LANES))) };
     let max = s.max_lane(s.max(s.abs(lo), s.abs(hi)));

@@ -1,8 +1,12 @@
 //! Storage of keys and values: blocks of 32 positions, aligned to position 0, for all layers that share a window.
 //!
 //! A block holds, for each of its layers and each head, the keys transposed (`[head_dim, 32]`, so that a lane is a
-//! key) and the values (`[32, head_dim]`, so that a lane is a dimension).
+//! key) and the values (`[32, head_dim]`, so that a lane is a dimension). Q8_0 keeps 32 dimensions of a key or a value
+//! as signed bytes under one half-precision scale: keys as groups of 32 dimensions, each 32 scales and then
+//! `[8, 32, 4]` codes with 128 added; values as `[head_dim / 32, 32]` scales and then `[32, head_dim]` codes.
 
+use crate::act::{ActBlock, GROUP, quantize_block};
+use crate::attention::Q8;
 use crate::exec::Exec;
 use crate::isa::Kernel;
 use crate::simd::{LANES, Simd};
@@ -22,6 +26,8 @@ pub enum KvType {
     F32,
     /// Half precision.
     F16,
+    /// Signed bytes, one half-precision scale for 32 dimensions. Queries are quantized alike when they meet the keys.
+    Q8_0,
 }
 
 impl KvType {
@@ -30,19 +36,21 @@ impl KvType {
         match self {
             KvType::F32 => "f32",
             KvType::F16 => "f16",
+            KvType::Q8_0 => "q8_0",
         }
     }
 
-    /// Whether heads of so many dimensions can be kept so.
+    /// Whether heads of so many dimensions can be kept so: in whole blocks.
     pub fn fits(self, head_dim: usize) -> bool {
-        let _ = head_dim;
-        true
+        self != KvType::Q8_0 || head_dim.is_multiple_of(GROUP)
     }
 
-    fn bytes(self) -> usize {
+    /// Bytes of 32 keys, or of 32 values, of `dim` dimensions.
+    fn bytes(self, dim: usize) -> usize {
         match self {
-            KvType::F32 => 4,
-            KvType::F16 => 2,
+            KvType::F32 => 4 * KV_BLOCK * dim,
+            KvType::F16 => 2 * KV_BLOCK * dim,
+            KvType::Q8_0 => dim.div_ceil(GROUP) * Q8::GROUP,
         }
     }
 }
@@ -57,10 +65,10 @@ impl FromStr for KvType {
     type Err = String;
 
     fn from_str(s: &str) -> Result<KvType, String> {
-        [KvType::F32, KvType::F16]
+        [KvType::F32, KvType::F16, KvType::Q8_0]
             .into_iter()
             .find(|kind| kind.name() == s)
-            .ok_or_else(|| format!("'{s}' is no KV type: expected f32 or f16"))
+            .ok_or_else(|| format!("'{s}' is no KV type: expected f32, f16 or q8_0"))
     }
 }
 
@@ -83,11 +91,11 @@ impl KvLayout {
 
     /// Keys, then values.
     fn head_bytes(&self) -> usize {
-        self.key_bytes() + KV_BLOCK * self.value_stride() * self.kind.bytes()
+        self.key_bytes() + self.kind.bytes(self.value_stride())
     }
 
     fn key_bytes(&self) -> usize {
-        self.head_dim * KV_BLOCK * self.kind.bytes()
+        self.kind.bytes(self.head_dim)
     }
 
     /// Elements from one value to the next: whole vectors, so that loads stay inside.
@@ -260,14 +268,30 @@ impl KvLayer {
                         key.cast::<f32>().add(d * KV_BLOCK + slot).read(),
                         value.cast::<f32>().add(slot * stride + d).read(),
                     ),
-                    KvType::F16 => (
-                        f16::from_bits(key.cast::<u16>().add(d * KV_BLOCK + slot).read()).to_f32(),
-                        f16::from_bits(value.cast::<u16>().add(slot * stride + d).read()).to_f32(),
-                    ),
+                    KvType::F16 => (half(key, d * KV_BLOCK + slot), half(value, slot * stride + d)),
+                    KvType::Q8_0 => {
+                        let group = key.add(d / GROUP * Q8::GROUP);
+                        let code = group.add(Q8::SCALES + d % GROUP / 4 * 4 * KV_BLOCK + slot * 4 + d % 4).read();
+                        let scales = dim / GROUP * Q8::SCALES;
+                        let v = value.add(scales + slot * dim + d).cast::<i8>().read();
+                        (
+                            half(group, slot) * (f32::from(code) - 128.0),
+                            half(value, d / GROUP * KV_BLOCK + slot) * f32::from(v),
+                        )
+                    }
                 };
             }
         }
     }
+}
+
+/// Half-precision element `i` at `p`, widened.
+///
+/// # Safety
+/// It is there.
+unsafe fn half(p: *const u8, i: usize) -> f32 {
+    // SAFETY: as this function.
+    f16::from_bits(unsafe { p.cast::<u16>().add(i).read() }).to_f32()
 }
 
 /// Stores the keys and values of all rows. `k` and `v`: `[rows, n_kv_heads, head_dim]`.
@@ -327,9 +351,34 @@ impl Kernel for Store<'_> {
                                 value.copy_from_nonoverlapping(half.as_ptr(), n);
                             }
                         }
+                        KvType::Q8_0 => store_q8(s, (k, v), (key, value), slot),
                     }
                 }
             }
+        }
+    }
+}
+
+/// # Safety
+/// `key` and `value` are a head's part of a block, of whole groups of 32 dimensions.
+#[inline(always)]
+unsafe fn store_q8<S: Simd>(s: S, (k, v): (&[f32], &[f32]), (key, value): (*mut u8, *mut u8), slot: usize) {
+    let (dim, mut block) = (k.len(), ActBlock::ZERO);
+    let groups = k.as_chunks::<GROUP>().0.iter().zip(v.as_chunks::<GROUP>().0);
+    for (g, (k, v)) in groups.enumerate() {
+        // SAFETY: group g of the keys' [8, 32, 4] codes and of the values' [32, dim].
+        unsafe {
+            quantize_block(s, k, &mut block);
+            let key = key.add(g * Q8::GROUP);
+            key.cast::<u16>().add(slot).write(f16::from_f32(block.d).to_bits());
+            for (quad, codes) in block.q.as_chunks::<4>().0.iter().enumerate() {
+                let biased = codes.map(|q| q as u8 ^ 0x80);
+                key.add(Q8::SCALES + (quad * KV_BLOCK + slot) * 4).cast::<[u8; 4]>().write(biased);
+            }
+            quantize_block(s, v, &mut block);
+            value.cast::<u16>().add(g * KV_BLOCK + slot).write(f16::from_f32(block.d).to_bits());
+            let value = value.add(dim / GROUP * Q8::SCALES + slot * dim + g * GROUP);
+            value.cast::<[i8; GROUP]>().write(block.q);
         }
     }
 }

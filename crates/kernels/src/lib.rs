@@ -20,7 +20,7 @@ pub mod quant;
 mod simd;
 
 pub use act::{ActBlock, Acts};
-pub use attention::{Attention, KvView, attention};
+pub use attention::{Attention, AttnScratch, KvView, attention};
 pub use dtype::{Arith, DType, Format, Group, quantize};
 pub use exec::Exec;
 pub use isa::Isa;

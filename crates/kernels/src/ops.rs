@@ -18,6 +18,19 @@ fn for_rows(exec: &Exec, n: usize, width: usize, f: &(dyn Fn(usize, usize) + Syn
     exec.pool.for_each(n.div_ceil(per_task), &|t| f(t * per_task, per_task.min(n - t * per_task)));
 }
 
+/// Runs a body for each run of 16 elements, with its start and its lanes; the last may be shorter. A closure instead
+/// would be a function of its own, without the instructions.
+macro_rules! each {
+    ($len:expr, |$i:ident, $n:ident| $body:expr) => {{
+        let (len, mut $i) = ($len, 0);
+        while $i < len {
+            let $n = if len - $i < LANES { len - $i } else { LANES };
+            $body;
+            $i += LANES;
+        }
+    }};
+}
+
 /// The gate of a feed-forward layer.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Activation {
@@ -80,31 +93,18 @@ impl Kernel for RmsNorm<'_> {
             unsafe {
                 let (x, out) = (self.x.add(row * width), self.out.as_mut_ptr().add(row * width));
                 let mut acc = s.splat(0.0);
-                each(width, |i, n| {
+                each!(width, |i, n| {
                     let v = load(s, x.add(i), n);
                     acc = s.fma(v, v, acc);
                 });
                 let mean = s.sum(acc) / width as f32;
                 let scale = s.splat(1.0 / (mean + self.eps).sqrt());
-                each(width, |i, n| {
+                each!(width, |i, n| {
                     let v = s.mul(s.mul(load(s, x.add(i), n), scale), load(s, self.weight.as_ptr().add(i), n));
                     store(s, out.add(i), v, n);
                 });
             }
         }
-    }
-}
-
-/// Calls `f(start, lanes)` for each run of 16 elements; the last may be shorter.
-#[inline(always)]
-fn each(len: usize, mut f: impl FnMut(usize, usize)) {
-    let mut i = 0;
-    while i + LANES <= len {
-        f(i, LANES);
-        i += LANES;
-    }
-    if i < len {
-        f(i, len - i);
     }
 }
 
@@ -165,7 +165,7 @@ impl Kernel for Rope<'_> {
         for (i, head) in self.x.chunks_exact_mut(self.head_dim).enumerate() {
             let row = i / self.n_heads;
             let (cos, sin) = (&self.cos[row * half..][..half], &self.sin[row * half..][..half]);
-            each(half, |i, n| {
+            each!(half, |i, n| {
                 // SAFETY: n elements from i of each half, which end before head_dim.
                 unsafe {
                     let (p, q) = (head.as_mut_ptr().add(i), head.as_mut_ptr().add(half + i));
@@ -204,7 +204,7 @@ impl Kernel for PointwiseJob<'_> {
     #[inline(always)]
     fn run<S: Simd>(self, s: S) {
         let out = self.out.as_mut_ptr();
-        each(self.out.len(), |i, n| {
+        each!(self.out.len(), |i, n| {
             // SAFETY: all three have as many elements; an element is read before it is written.
             unsafe {
                 let (a, b) = (load(s, self.a.add(i), n), load(s, self.b.add(i), n));
@@ -361,7 +361,7 @@ impl Kernel for WeightedSum<'_> {
         for row in 0..rows {
             let (slots, weights) = (&self.slots[row * used..][..used], &self.weights[row * used..][..used]);
             let out = &mut self.out[row * self.width..][..self.width];
-            each(self.width, |i, n| {
+            each!(self.width, |i, n| {
                 let mut acc = s.splat(0.0);
                 for (slot, weight) in slots.iter().zip(weights) {
                     let y = &self.y[*slot as usize * self.width..][..self.width];
@@ -402,18 +402,18 @@ impl Kernel for Scores<'_> {
         // SAFETY: elements of x.
         unsafe {
             if self.sigmoid {
-                each(len, |i, n| store(s, p.add(i), math::sigmoid(s, load(s, p.add(i), n)), n));
+                each!(len, |i, n| store(s, p.add(i), math::sigmoid(s, load(s, p.add(i), n)), n));
                 return;
             }
             let max = self.x.iter().fold(f32::NEG_INFINITY, |m, &v| if v > m { v } else { m });
             let mut acc = s.splat(0.0);
-            each(len, |i, n| {
+            each!(len, |i, n| {
                 let e = math::exp(s, s.sub(load(s, p.add(i), n), s.splat(max)));
                 store(s, p.add(i), e, n);
                 acc = s.add(acc, load(s, p.add(i), n));
             });
             let sum = s.splat(s.sum(acc));
-            each(len, |i, n| store(s, p.add(i), s.div(load(s, p.add(i), n), sum), n));
+            each!(len, |i, n| store(s, p.add(i), s.div(load(s, p.add(i), n), sum), n));
         }
     }
 }

@@ -5,7 +5,8 @@
 use half::f16;
 use proptest::prelude::*;
 use puna_kernels::{
-    Attention, Exec, Isa, KV_BLOCK, KvBlocks, KvLayer, KvLayout, KvPlan, KvType, KvView, attention, kv_store,
+    Acts, Attention, AttnScratch, Exec, Isa, KV_BLOCK, KvBlocks, KvLayer, KvLayout, KvPlan, KvType, KvView, attention,
+    kv_store,
 };
 
 /// One sequence's queries, keys and values, `[len, heads, head_dim]`.
@@ -35,6 +36,27 @@ fn random(n: usize, seed: u64) -> Vec<f32> {
         .collect()
 }
 
+/// Rows of queries, quantized where they can be.
+fn queries(exec: &Exec, q: &[f32], width: usize) -> Acts {
+    let mut acts = Acts::default();
+    acts.resize(q.len() / width, width);
+    acts.values_mut().copy_from_slice(q);
+    if width.is_multiple_of(32) {
+        acts.quantize(exec);
+    }
+    acts
+}
+
+/// Numbers as Q8_0 keeps them, its scale as it is or in half precision.
+fn q8(x: &[f32], half: bool) -> Vec<f64> {
+    let quantized = |x: &[f32]| -> Vec<f64> {
+        let max = x.iter().fold(0f32, |m, x| m.max(x.abs()));
+        let d = if half { f16::from_f32(max / 127.0).to_f32() } else { max / 127.0 };
+        x.iter().map(|x| f64::from((x * (127.0 / max)).round_ties_even()) * f64::from(d)).collect()
+    };
+    x.chunks_exact(32).flat_map(quantized).collect()
+}
+
 impl Shape {
     fn sequence(&self, seed: u64) -> Sequence {
         let (q, kv) = (self.op.n_heads * self.layout.head_dim, self.layout.n_kv_heads * self.layout.head_dim);
@@ -59,7 +81,9 @@ impl Shape {
             let part = |x: &[f32], width: usize| x[past * width..(past + rows) * width].to_vec();
             kv_store(exec, &mut blocks, layer, &plan, &part(&x.k, kv), &part(&x.v, kv));
             let out = &mut out[past * q..(past + rows) * q];
-            attention(exec, &self.op, KvView { blocks: &blocks, layer, plan: &plan }, &part(&x.q, q), out);
+            let q = queries(exec, &part(&x.q, q), q);
+            let view = KvView { blocks: &blocks, layer, plan: &plan };
+            attention(exec, &self.op, view, &q, out, &mut AttnScratch::default());
         }
         out
     }
@@ -67,9 +91,18 @@ impl Shape {
     /// The definition, in double precision.
     fn naive(&self, x: &Sequence) -> Vec<f64> {
         let (dim, n_kv) = (self.layout.head_dim, self.layout.n_kv_heads);
-        let kept = |v: f32| match self.layout.kind {
-            KvType::F32 => f64::from(v),
-            KvType::F16 => f64::from(f16::from_f32(v).to_f32()),
+        let kept = |x: &[f32]| -> Vec<f64> {
+            match self.layout.kind {
+                KvType::F32 => x.iter().map(|&x| f64::from(x)).collect(),
+                KvType::F16 => x.iter().map(|&x| f64::from(f16::from_f32(x).to_f32())).collect(),
+                KvType::Q8_0 => q8(x, true),
+            }
+        };
+        let (k, v) = (kept(&x.k), kept(&x.v));
+        // Queries are quantized where keys are.
+        let q: Vec<f64> = match self.layout.kind {
+            KvType::Q8_0 => q8(&x.q, false),
+            _ => x.q.iter().map(|&x| f64::from(x)).collect(),
         };
         let mut out = Vec::new();
         for pos in 0..self.len {
@@ -77,10 +110,10 @@ impl Shape {
                 let kv_head = head / (self.op.n_heads / n_kv);
                 let first = self.op.window.map_or(0, |w| (pos + 1).saturating_sub(w));
                 let at = |p: usize| (p * n_kv + kv_head) * dim;
-                let q = &x.q[(pos * self.op.n_heads + head) * dim..][..dim];
+                let q = &q[(pos * self.op.n_heads + head) * dim..][..dim];
                 let scores: Vec<f64> = (first..=pos)
                     .map(|p| {
-                        let dot: f64 = q.iter().zip(&x.k[at(p)..]).map(|(q, k)| f64::from(*q) * kept(*k)).sum();
+                        let dot: f64 = q.iter().zip(&k[at(p)..]).map(|(q, k)| q * k).sum();
                         let score = dot * f64::from(self.op.scale);
                         self.op.softcap.map_or(score, |cap| f64::from(cap) * (score / f64::from(cap)).tanh())
                     })
@@ -89,7 +122,7 @@ impl Shape {
                 let weights: Vec<f64> = scores.iter().map(|s| (s - max).exp()).collect();
                 let sum: f64 = weights.iter().sum();
                 for d in 0..dim {
-                    let o: f64 = weights.iter().zip(first..).map(|(w, p)| w * kept(x.v[at(p) + d])).sum();
+                    let o: f64 = weights.iter().zip(first..).map(|(w, p)| w * v[at(p) + d]).sum();
                     out.push(o / sum);
                 }
             }
@@ -114,9 +147,12 @@ fn shapes() -> impl Strategy<Value = Shape> {
         Just((20, 1)),
     ];
     let window = prop_oneof![Just(None), (1usize..90).prop_map(Some)];
-    let kind = prop_oneof![Just(KvType::F32), Just(KvType::F16)];
+    let kind = prop_oneof![Just(KvType::F32), Just(KvType::F16), Just(KvType::Q8_0)];
     let softcap = prop_oneof![Just(None), Just(Some(3.0))];
-    (heads, 1usize..40, window, kind, softcap, 1usize..150).prop_map(|((h, kv), dim, window, kind, softcap, len)| {
+    let window = prop_oneof![window, Just(Some(256)), (200usize..600).prop_map(Some)];
+    let len = prop_oneof![4 => 1usize..150, 1 => 250usize..270, 1 => 500usize..530];
+    (heads, 1usize..40, window, kind, softcap, len).prop_map(|((h, kv), dim, window, kind, softcap, len)| {
+        let dim = if kind == KvType::Q8_0 { dim.div_ceil(16) * 32 } else { dim };
         Shape {
             layout: KvLayout { kind, n_kv_heads: kv, head_dim: dim },
             op: Attention { n_heads: h, scale: 1.0 / (dim as f32).sqrt(), softcap, window },
@@ -148,9 +184,9 @@ proptest! {
 #[test]
 fn the_unseen_does_not_leak() {
     for window in [None, Some(5)] {
-        for kind in [KvType::F32, KvType::F16] {
+        for kind in [KvType::F32, KvType::F16, KvType::Q8_0] {
             let shape = Shape {
-                layout: KvLayout { kind, n_kv_heads: 2, head_dim: 16 },
+                layout: KvLayout { kind, n_kv_heads: 2, head_dim: 32 },
                 op: Attention { n_heads: 6, scale: 0.25, softcap: None, window },
                 len: 70,
             };
@@ -159,13 +195,13 @@ fn the_unseen_does_not_leak() {
             let expected = shape.run(&exec, &good, 70);
             let mut bad = good.clone();
             let poisoned = 40;
-            bad.k[poisoned * 32..][..32].fill(f32::NAN);
-            bad.v[poisoned * 32..][..32].fill(f32::INFINITY);
+            bad.k[poisoned * 64..][..64].fill(f32::NAN);
+            bad.v[poisoned * 64..][..64].fill(f32::INFINITY);
             let out = shape.run(&exec, &bad, 70);
-            assert_eq!(bits(&out[..poisoned * 96]), bits(&expected[..poisoned * 96]), "earlier rows");
-            assert!(out[poisoned * 96].is_nan());
+            assert_eq!(bits(&out[..poisoned * 192]), bits(&expected[..poisoned * 192]), "earlier rows");
+            assert!(out[poisoned * 192].is_nan());
             if window.is_some() {
-                let after = (poisoned + 5) * 96;
+                let after = (poisoned + 5) * 192;
                 assert_eq!(bits(&out[after..]), bits(&expected[after..]), "rows whose window has passed it");
             }
         }
@@ -197,6 +233,7 @@ fn spans_are_independent() {
     plan.push(50, 78, 1, tables[1][1..].iter().copied());
     let q = [&a.q[108 * 72..], &b.q[78 * 72..]].concat();
     let mut out = vec![0.0; q.len()];
-    attention(&exec, &shape.op, KvView { blocks: &blocks, layer, plan: &plan }, &q, &mut out);
+    let view = KvView { blocks: &blocks, layer, plan: &plan };
+    attention(&exec, &shape.op, view, &queries(&exec, &q, 72), &mut out, &mut AttnScratch::default());
     assert_eq!(bits(&out), bits(&[&want_a[108 * 72..], &want_b[78 * 72..]].concat()));
 }

@@ -58,7 +58,7 @@ pub trait Backend {
     /// Keeps the keys and values of the batch's rows.
     fn kv_store(&self, kv: &mut KvCache, layer: usize, k: &Acts, v: &Acts);
     /// Attention of the batch's rows over their sequences.
-    fn attention(&self, op: &Attention, kv: &mut KvCache, layer: usize, q: &Acts, out: &mut Acts);
+    fn attention(&self, op: &Attention, kv: &mut KvCache, layer: usize, q: &mut Acts, out: &mut Acts);
     /// `out = activation(gate) * up`.
     fn glu(&self, activation: Activation, gate: &[f32], up: &[f32], out: &mut Acts);
     /// `x += h * scale`.

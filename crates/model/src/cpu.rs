@@ -6,7 +6,7 @@ use crate::kv::KvCache;
 use crate::weights::Norm;
 use arrayvec::ArrayVec;
 use puna_kernels::ops::{self, Activation, RopeTable, Routing};
-use puna_kernels::{Acts, Attention, Exec, Isa, KvView, Matrix, MatrixSource, Product, attention, kv_store, matmul};
+use puna_kernels::{Acts, Attention, Exec, Isa, KvType, Matrix, MatrixSource, Product, attention, kv_store, matmul};
 
 /// The processor's cores.
 pub struct Cpu {
@@ -92,10 +92,13 @@ impl Backend for Cpu {
         kv_store(&self.exec, blocks, layer, plan, k.values(), v.values());
     }
 
-    fn attention(&self, op: &Attention, kv: &mut KvCache, layer: usize, q: &Acts, out: &mut Acts) {
-        let (blocks, layer, plan) = kv.layer(layer);
+    fn attention(&self, op: &Attention, kv: &mut KvCache, layer: usize, q: &mut Acts, out: &mut Acts) {
         out.resize(q.rows(), q.cols());
-        attention(&self.exec, op, KvView { blocks, layer, plan }, q.values(), out.values_mut());
+        if kv.kind() == KvType::Q8_0 {
+            q.quantize(&self.exec);
+        }
+        let (view, scratch) = kv.view(layer);
+        attention(&self.exec, op, view, q, out.values_mut(), scratch);
     }
 
     fn glu(&self, activation: Activation, gate: &[f32], up: &[f32], out: &mut Acts) {

@@ -91,7 +91,7 @@ pub(crate) fn forward<B: Backend>(
         }
         b.kv_store(kv, l, &s.k, &s.v);
         let op = Attention { n_heads: c.n_heads, scale: c.attn_scale, softcap: c.attn_softcap, window: c.windows[l] };
-        b.attention(&op, kv, l, &s.q, &mut s.attn); // [rows, n_heads, head_dim]
+        b.attention(&op, kv, l, &mut s.q, &mut s.attn); // [rows, n_heads, head_dim]
         let later = tap.wants_all_rows() || l < c.n_deepstack;
         if l + 1 == w.layers.len() && !later {
             // Nothing attends to the last layer's output: only rows that get logits go on.

@@ -4,7 +4,7 @@
 use crate::batch::Batch;
 use crate::config::Config;
 use crate::error::Error;
-use puna_kernels::{KV_BLOCK, KvBlocks, KvLayer, KvLayout, KvPlan, KvType};
+use puna_kernels::{AttnScratch, KV_BLOCK, KvBlocks, KvLayer, KvLayout, KvPlan, KvType, KvView};
 use std::collections::VecDeque;
 
 /// A sequence in a [`KvCache`].
@@ -27,6 +27,7 @@ pub struct KvCache {
     /// Group of each layer, and its place there.
     layers: Vec<(usize, usize)>,
     seqs: Vec<Slot>,
+    scratch: AttnScratch,
 }
 
 /// The place of a sequence.
@@ -81,7 +82,13 @@ impl KvCache {
             blocks: KvBlocks::new(n_layers * layout.layer_bytes()),
             plan: KvPlan::default(),
         };
-        KvCache { layout, groups: windows.into_iter().zip(counts).map(group).collect(), layers, seqs: Vec::new() }
+        KvCache {
+            layout,
+            groups: windows.into_iter().zip(counts).map(group).collect(),
+            layers,
+            seqs: Vec::new(),
+            scratch: AttnScratch::default(),
+        }
     }
 
     /// How numbers are kept.
@@ -217,6 +224,13 @@ impl KvCache {
         let (group, index) = self.layers[layer];
         let group = &mut self.groups[group];
         (&mut group.blocks, KvLayer { layout: self.layout, index }, &group.plan)
+    }
+
+    /// What attention of the batch's rows reads in a layer, and where it may keep results of parts.
+    pub(crate) fn view(&mut self, layer: usize) -> (KvView<'_>, &mut AttnScratch) {
+        let (group, index) = self.layers[layer];
+        let Group { blocks, plan, .. } = &self.groups[group];
+        (KvView { blocks, layer: KvLayer { layout: self.layout, index }, plan }, &mut self.scratch)
     }
 }
 

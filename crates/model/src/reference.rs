@@ -136,7 +136,7 @@ impl Backend for Reference {
         kv_store(&Exec::new(Isa::Scalar, 1), blocks, layer, plan, k.values(), v.values());
     }
 
-    fn attention(&self, op: &Attention, kv: &mut KvCache, layer: usize, q: &Acts, out: &mut Acts) {
+    fn attention(&self, op: &Attention, kv: &mut KvCache, layer: usize, q: &mut Acts, out: &mut Acts) {
         let (blocks, layer, plan) = kv.layer(layer);
         let dim = layer.layout.head_dim;
         let group = op.n_heads / layer.layout.n_kv_heads;

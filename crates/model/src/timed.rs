@@ -90,7 +90,7 @@ impl<B: Backend> Backend for Timed<B> {
     fn kv_store(&self, kv: &mut KvCache, layer: usize, k: &Acts, v: &Acts) {
         self.time("kv store", |b| b.kv_store(kv, layer, k, v));
     }
-    fn attention(&self, op: &Attention, kv: &mut KvCache, layer: usize, q: &Acts, out: &mut Acts) {
+    fn attention(&self, op: &Attention, kv: &mut KvCache, layer: usize, q: &mut Acts, out: &mut Acts) {
         self.time("attention", |b| b.attention(op, kv, layer, q, out));
     }
     fn glu(&self, activation: Activation, gate: &[f32], up: &[f32], out: &mut Acts) {

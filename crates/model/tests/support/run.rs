@@ -5,7 +5,7 @@ use puna_kernels::{Isa, KvType};
 use puna_model::{Batch, Gguf, KvCache, LoadOptions, Model, Outputs, Row, SeqId, Span};
 
 /// The kinds of cache.
-pub const KV_TYPES: [KvType; 2] = [KvType::F32, KvType::F16];
+pub const KV_TYPES: [KvType; 3] = [KvType::F32, KvType::F16, KvType::Q8_0];
 
 /// One thread, the best instructions, packed weights: what the others are compared with.
 pub fn plain() -> LoadOptions {
