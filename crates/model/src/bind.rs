@@ -23,25 +23,35 @@ pub struct Found {
     order: Option<Vec<u32>>,
     /// What is read of a file, to give its memory back.
     place: Option<Place>,
+    /// Rows of it are looked up, and nothing is multiplied with it.
+    is_table: bool,
 }
 
 /// Called as weights are loaded: bytes done, bytes in all.
 pub type Progress<'a> = dyn FnMut(u64, u64) + 'a;
 
-/// Finds and checks all weights of a checkpoint, and brings none into memory.
+/// Finds and checks all weights of a checkpoint, and brings none into memory. `head`: the output projection too.
 ///
 /// # Errors
 /// [`Error::Tensor`] names the tensor that is missing, of another shape or type than the configuration says, or that
 /// nothing reads.
-pub fn bind(from: &dyn Checkpoint, arch: &Arch, config: &Config) -> Result<Weights<Found>, Error> {
+pub fn bind(from: &dyn Checkpoint, arch: &Arch, config: &Config, head: bool) -> Result<Weights<Found>, Error> {
     from.check()?;
+    if let Some(missing) = from.missing_head().filter(|_| head) {
+        return Err(missing);
+    }
     let binder = Binder { from, arch, config, read: RefCell::default() };
-    let weights = Weights {
+    let mut weights = Weights {
         tok_embd: binder.linear("token_embd", [config.vocab_size, config.dim])?,
         layers: (0..config.n_layers).map(|l| binder.layer(l)).collect::<Result<_, _>>()?,
         output_norm: binder.required_norm("output_norm", config.dim)?,
-        output: binder.optional_linear("output", [config.vocab_size, config.dim])?,
+        output: if head { binder.optional_linear("output", [config.vocab_size, config.dim])? } else { None },
+        has_head: head,
     };
+    weights.tok_embd.weight.is_table = weights.output.is_some() || !head;
+    if !head {
+        binder.read.borrow_mut().extend(["output.weight".to_owned(), "output.bias".to_owned()]);
+    }
     binder.check_unread()?;
     Ok(weights)
 }
@@ -56,8 +66,9 @@ pub fn load<B: Backend>(backend: &B, weights: Weights<Found>, progress: &mut Pro
     let mut done = 0;
     weights.map(&mut |found: Found| {
         let (bytes, is_made) = (found.bytes(), matches!(found.data, Data::Made(..)));
-        let Found { dtype, rows, cols, data, order, place, .. } = found;
-        let matrix = backend.matrix(MatrixSource { dtype, rows, cols, bytes: data.read(), order });
+        let Found { dtype, rows, cols, data, order, place, is_table, .. } = found;
+        let source = MatrixSource { dtype, rows, cols, bytes: data.read(), order };
+        let matrix = if is_table { backend.table(source) } else { backend.matrix(source) };
         if let Some(place) = place.filter(|_| is_made || backend.copies(&matrix)) {
             place.map.release(place.range);
         }
@@ -84,7 +95,7 @@ impl Found {
             Data::Made(..) => place.clone(),
         });
         let data = self.data.slice(rows, row_bytes);
-        Found { dtype: self.dtype, rows: n, cols: self.cols, row_bytes, data, order: None, place }
+        Found { dtype: self.dtype, rows: n, cols: self.cols, row_bytes, data, order: None, place, is_table: false }
     }
 }
 
@@ -267,7 +278,7 @@ impl Binder<'_> {
         let row_bytes = dtype.row_bytes(cols).ok_or_else(|| {
             self.from.error(name, format!("row length {cols} is not a whole number of {} blocks", dtype.name()))
         })?;
-        Ok(Found { dtype, rows, cols, row_bytes, data, order: None, place })
+        Ok(Found { dtype, rows, cols, row_bytes, data, order: None, place, is_table: false })
     }
 
     /// A vector in single precision; `None` where there is none.
