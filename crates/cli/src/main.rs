@@ -4,6 +4,7 @@
 
 mod bench;
 mod chat;
+mod embed;
 mod error;
 mod eval;
 mod inspect;
@@ -31,6 +32,8 @@ enum Command {
     Bench(bench::BenchArgs),
     /// Turn token ids into text
     Detokenize(tokenize::DetokenizeArgs),
+    /// Turn texts into vectors, one JSON object a line
+    Embed(embed::EmbedArgs),
     /// Compute logits of token ids, for comparison with a reference
     Eval(eval::EvalArgs),
     /// Show what a model file holds, what it takes to run it, and whether it can be run
@@ -49,6 +52,7 @@ fn main() -> ExitCode {
     let result = match Cli::parse().command {
         Command::Bench(args) => bench::run(&args),
         Command::Detokenize(args) => tokenize::detokenize(&args),
+        Command::Embed(args) => embed::run(&args),
         Command::Eval(args) => eval::run(&args),
         Command::Inspect(args) => inspect::run(&args),
         Command::Perplexity(args) => perplexity::run(&args),

@@ -4,7 +4,7 @@ use indicatif::{ProgressBar, ProgressStyle};
 use std::io::IsTerminal;
 use std::time::{Duration, Instant};
 
-/// Work whose end is known.
+/// Work, mostly of a known size.
 pub struct Progress {
     what: &'static str,
     unit: Unit,
@@ -20,6 +20,8 @@ pub enum Unit {
     Bytes,
     /// Tokens of a prompt.
     Tokens,
+    /// Texts, of which nobody knows how many there will be.
+    Texts,
 }
 
 /// Work that is done sooner shows no bar.
@@ -41,6 +43,7 @@ impl Progress {
             let template = match unit {
                 Unit::Bytes => "{msg} [{bar:30}] {bytes} of {total_bytes}, {eta} left",
                 Unit::Tokens => "{msg} [{bar:30}] {pos} of {len} tokens, {per_sec}, {eta} left",
+                Unit::Texts => "{msg}: {pos} texts, {per_sec}",
             };
             let bar = ProgressBar::new(total);
             if let Ok(style) = ProgressStyle::with_template(template) {

@@ -29,6 +29,10 @@ pub trait Backend {
 
     /// Takes a matrix as the file stores it.
     fn matrix(&self, source: MatrixSource) -> Self::Matrix;
+    /// Takes a matrix of which only some rows are read, and which is never multiplied with.
+    fn table(&self, source: MatrixSource) -> Self::Matrix {
+        self.matrix(source)
+    }
     /// Whether the matrix no longer reads the bytes it was made from.
     fn copies(&self, matrix: &Self::Matrix) -> bool;
     /// Shape and bytes of a matrix: rows, columns, bytes that a product reads.

@@ -26,25 +26,35 @@ pub struct Found {
     place: Option<Place>,
     /// Whether it is a layer's projection or the output, which may be quantized: not the embedding, not a router.
     is_projection: bool,
+    /// Rows of it are looked up, and nothing is multiplied with it.
+    is_table: bool,
 }
 
 /// Called as weights are loaded: bytes done, bytes in all.
 pub type Progress<'a> = dyn FnMut(u64, u64) + 'a;
 
-/// Finds and checks all weights of a checkpoint, and brings none into memory.
+/// Finds and checks all weights of a checkpoint, and brings none into memory. `head`: the output projection too.
 ///
 /// # Errors
 /// [`Error::Tensor`] names the tensor that is missing, of another shape or type than the configuration says, or that
 /// nothing reads.
-pub fn bind(from: &dyn Checkpoint, arch: &Arch, config: &Config) -> Result<Weights<Found>, Error> {
+pub fn bind(from: &dyn Checkpoint, arch: &Arch, config: &Config, head: bool) -> Result<Weights<Found>, Error> {
     from.check()?;
+    if let Some(missing) = from.missing_head().filter(|_| head) {
+        return Err(missing);
+    }
     let binder = Binder { from, arch, config, read: RefCell::default() };
-    let weights = Weights {
+    let mut weights = Weights {
         tok_embd: binder.linear("token_embd", [config.vocab_size, config.dim])?,
         layers: (0..config.n_layers).map(|l| binder.layer(l)).collect::<Result<_, _>>()?,
         output_norm: binder.required_norm("output_norm", config.dim)?,
-        output: binder.optional_linear("output", [config.vocab_size, config.dim])?,
+        output: if head { binder.optional_linear("output", [config.vocab_size, config.dim])? } else { None },
+        has_head: head,
     };
+    weights.tok_embd.weight.is_table = weights.output.is_some() || !head;
+    if !head {
+        binder.read.borrow_mut().extend(["output.weight".to_owned(), "output.bias".to_owned()]);
+    }
     binder.check_unread()?;
     Ok(weights)
 }
@@ -79,13 +89,14 @@ pub fn load<B: Backend>(
     weights.map(&mut |found: Found| {
         let bytes = found.bytes();
         let target = quantize.and_then(|(pool, wish)| Some((pool, found.target(wish)?)));
-        let Found { dtype, rows, cols, data, order, place, .. } = found;
+        let Found { dtype, rows, cols, data, order, place, is_table, .. } = found;
         let is_copy = target.is_some() || matches!(data, Data::Made(..));
         let (dtype, bytes_in) = match target {
             Some((pool, to)) => (to, quantize_rows(pool, &data, [rows, cols], dtype, to)),
             None => (dtype, data.read()),
         };
-        let matrix = backend.matrix(MatrixSource { dtype, rows, cols, bytes: bytes_in, order });
+        let source = MatrixSource { dtype, rows, cols, bytes: bytes_in, order };
+        let matrix = if is_table { backend.table(source) } else { backend.matrix(source) };
         if let Some(place) = place.filter(|_| is_copy || backend.copies(&matrix)) {
             place.map.release(place.range);
         }
@@ -301,7 +312,7 @@ impl Binder<'_> {
             self.from.error(name, format!("row length {cols} is not a whole number of {} blocks", dtype.name()))
         })?;
         let is_projection = !NO_PROJECTIONS.iter().any(|part| name.contains(part));
-        Ok(Found { dtype, rows, cols, row_bytes, data, order: None, place, is_projection })
+        Ok(Found { dtype, rows, cols, row_bytes, data, order: None, place, is_projection, is_table: false })
     }
 
     /// A vector in single precision; `None` where there is none.

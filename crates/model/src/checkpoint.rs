@@ -23,6 +23,10 @@ pub trait Checkpoint {
     /// # Errors
     /// What keeps the checkpoint from being loaded, although it can be inspected.
     fn check(&self) -> Result<(), Error>;
+    /// The error that the output projection is missing; `None` where there is one, or the embedding serves.
+    fn missing_head(&self) -> Option<Error> {
+        None
+    }
     /// All tensors that belong to the text model; those that GGUF has no name for, too.
     fn names(&self) -> Vec<String>;
     /// The shape of a tensor; `None` where there is none.

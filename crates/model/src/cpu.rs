@@ -33,6 +33,10 @@ impl Backend for Cpu {
         Matrix::new(&self.exec, source, self.pack)
     }
 
+    fn table(&self, source: MatrixSource) -> Matrix {
+        Matrix::new(&self.exec, source, false)
+    }
+
     fn copies(&self, matrix: &Matrix) -> bool {
         matrix.is_packed()
     }

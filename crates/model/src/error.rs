@@ -113,6 +113,9 @@ pub enum Error {
         /// The row or span, what was expected and what was found.
         what: String,
     },
+    /// Logits are asked of a model that was loaded without its output projection.
+    #[error("the model was loaded without its output projection: it has hidden states, but no logits")]
+    NoHead,
     /// The processor lacks the instructions that were asked for.
     #[error("instruction level {isa} is not available on this processor")]
     Isa {

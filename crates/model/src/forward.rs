@@ -14,7 +14,7 @@ use puna_kernels::{Acts, Attention};
 pub trait Tap {
     /// The residual `[rows, dim]` before layer `layer`; after the last one for `n_layers`.
     fn residual(&mut self, layer: usize, x: &mut Acts);
-    /// The rows that get logits, after the last norm, `[outputs, dim]`.
+    /// The batch's outputs after the last norm, `[outputs, dim]`.
     fn hidden(&mut self, _h: &Acts) {}
     /// Whether it needs every row after the last layer, and not only those that get logits.
     fn wants_all_rows(&self) -> bool;
@@ -36,7 +36,8 @@ pub struct Scratch {
     pub(crate) cos: Vec<f32>,
     pub(crate) sin: Vec<f32>,
     x: Acts,
-    h: Acts,
+    /// After [`forward`]: the outputs after the last norm, `[outputs, dim]`.
+    pub(crate) h: Acts,
     q: Acts,
     k: Acts,
     v: Acts,
@@ -48,8 +49,8 @@ pub struct Scratch {
     pub(crate) logits: Acts,
 }
 
-/// Computes the batch's rows, keeps their keys and values in `kv` (which has blocks for them), and leaves logits of
-/// the rows that want them, `[outputs, vocab_size]`, in the scratch.
+/// Computes the batch's rows, keeps their keys and values in `kv` (which has blocks for them), and leaves its outputs
+/// after the last norm, `[outputs, dim]`, in the scratch.
 pub(crate) fn forward<B: Backend>(
     b: &B,
     (c, w): (&Config, &Weights<B::Matrix>),
@@ -147,6 +148,10 @@ pub(crate) fn forward<B: Backend>(
     }
     b.rms_norm(&s.x, &w.output_norm, &mut s.h); // [outputs, dim]
     tap.hidden(&s.h);
+}
+
+/// Logits of what [`forward`] left, `[outputs, vocab_size]`.
+pub(crate) fn head<B: Backend>(b: &B, (c, w): (&Config, &Weights<B::Matrix>), s: &mut Scratch) {
     s.logits.resize(s.h.rows(), c.vocab_size); // [outputs, vocab_size]
     b.linear(&mut s.h, &mut [Job { linear: w.head(), gather: None, out: s.logits.values_mut() }]);
     b.finish_logits(&mut s.logits, c.logit_scale, c.logit_softcap);

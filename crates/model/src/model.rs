@@ -24,8 +24,8 @@ pub enum BackendKind {
     Reference,
 }
 
-/// How a model is loaded and run. Nothing here changes logits, except that the reference is exact and `quantize` changes
-/// the weights.
+/// How a model is loaded and run. Nothing here changes what is computed, except that the reference is exact and that
+/// `quantize` changes the weights.
 #[derive(Clone, Copy, Debug)]
 pub struct LoadOptions {
     /// What computes.
@@ -42,6 +42,8 @@ pub struct LoadOptions {
     pub quantize: Option<DType>,
     /// Keep time of each kind of operation, for [`Model::take_profile`].
     pub profile: bool,
+    /// Load the output projection. Without it there are no logits, only [`Model::hidden`]; files need not have one.
+    pub head: bool,
 }
 
 impl Default for LoadOptions {
@@ -54,6 +56,7 @@ impl Default for LoadOptions {
             pack: true,
             quantize: None,
             profile: false,
+            head: true,
         }
     }
 }
@@ -69,6 +72,8 @@ pub struct Model {
 /// A backend with its weights, whichever it is.
 trait Runner {
     fn forward(&self, config: &Config, batch: &Batch, kv: &mut KvCache, scratch: &mut Scratch, tap: &mut dyn Tap);
+    fn head(&self, config: &Config, scratch: &mut Scratch);
+    fn has_head(&self) -> bool;
     fn threads(&self) -> usize;
     fn bytes_per_step(&self, config: &Config) -> usize;
     fn take_profile(&self) -> Profile {
@@ -84,6 +89,14 @@ struct TimedRun<B: Backend>(Run<Timed<B>>);
 impl<B: Backend> Runner for TimedRun<B> {
     fn forward(&self, config: &Config, batch: &Batch, kv: &mut KvCache, scratch: &mut Scratch, tap: &mut dyn Tap) {
         self.0.forward(config, batch, kv, scratch, tap);
+    }
+
+    fn head(&self, config: &Config, scratch: &mut Scratch) {
+        self.0.head(config, scratch);
+    }
+
+    fn has_head(&self) -> bool {
+        self.0.has_head()
     }
 
     fn threads(&self) -> usize {
@@ -102,6 +115,14 @@ impl<B: Backend> Runner for TimedRun<B> {
 impl<B: Backend> Runner for Run<B> {
     fn forward(&self, config: &Config, batch: &Batch, kv: &mut KvCache, scratch: &mut Scratch, tap: &mut dyn Tap) {
         forward::forward(&self.0, (config, &self.1), batch, kv, scratch, tap);
+    }
+
+    fn head(&self, config: &Config, scratch: &mut Scratch) {
+        forward::head(&self.0, (config, &self.1), scratch);
+    }
+
+    fn has_head(&self) -> bool {
+        self.1.has_head
     }
 
     fn threads(&self) -> usize {
@@ -129,7 +150,7 @@ impl Model {
             return Err(Error::Quantize { dtype });
         }
         let (arch, config) = from.config()?;
-        let weights = bind::bind(from, arch, &config)?;
+        let weights = bind::bind(from, arch, &config, options.head)?;
         let notices = options.quantize.and_then(|wish| bind::notice(&weights, wish)).into_iter().collect();
         let runner: Box<dyn Runner + Send> = match options.backend {
             BackendKind::Cpu => {
@@ -163,6 +184,11 @@ impl Model {
         &self.notices
     }
 
+    /// Whether it computes logits: [`LoadOptions::head`].
+    pub fn has_head(&self) -> bool {
+        self.runner.has_head()
+    }
+
     /// Threads it runs on.
     pub fn threads(&self) -> usize {
         self.runner.threads()
@@ -188,7 +214,7 @@ impl Model {
     ///
     /// # Errors
     /// [`Error::Batch`] when the batch does not fit the model or the cache, which are then as before;
-    /// [`Error::OutOfMemory`] when the cache cannot grow.
+    /// [`Error::OutOfMemory`] when the cache cannot grow; [`Error::NoHead`].
     pub fn forward(&mut self, batch: &Batch, kv: &mut KvCache) -> Result<&[f32], Error> {
         self.forward_with(batch, kv, &mut ())
     }
@@ -198,6 +224,25 @@ impl Model {
     /// # Errors
     /// As [`Model::forward`].
     pub fn forward_with(&mut self, batch: &Batch, kv: &mut KvCache, tap: &mut dyn Tap) -> Result<&[f32], Error> {
+        if !self.has_head() {
+            return Err(Error::NoHead);
+        }
+        self.compute(batch, kv, tap)?;
+        self.runner.head(&self.config, &mut self.scratch);
+        Ok(self.scratch.logits.values())
+    }
+
+    /// As [`Model::forward`], but gives the rows after the last norm, `[outputs, dim]`, and computes no logits: what
+    /// embeddings are made of.
+    ///
+    /// # Errors
+    /// As [`Model::forward`], except [`Error::NoHead`].
+    pub fn hidden(&mut self, batch: &Batch, kv: &mut KvCache) -> Result<&[f32], Error> {
+        self.compute(batch, kv, &mut ())?;
+        Ok(self.scratch.h.values())
+    }
+
+    fn compute(&mut self, batch: &Batch, kv: &mut KvCache, tap: &mut dyn Tap) -> Result<(), Error> {
         self.check(batch, kv)?;
         kv.prepare(batch)?;
         let (cos, sin) = (&mut self.scratch.cos, &mut self.scratch.sin);
@@ -214,7 +259,7 @@ impl Model {
         }
         self.runner.forward(&self.config, batch, kv, &mut self.scratch, tap);
         kv.commit(batch);
-        Ok(self.scratch.logits.values())
+        Ok(())
     }
 
     fn check(&self, batch: &Batch, kv: &KvCache) -> Result<(), Error> {

@@ -92,6 +92,10 @@ impl Checkpoint for Source {
         self.checkpoint().check()
     }
 
+    fn missing_head(&self) -> Option<Error> {
+        self.checkpoint().missing_head()
+    }
+
     fn names(&self) -> Vec<String> {
         self.checkpoint().names()
     }

@@ -63,6 +63,9 @@ impl<B: Backend> Backend for Timed<B> {
     fn matrix(&self, source: MatrixSource) -> B::Matrix {
         self.inner.matrix(source)
     }
+    fn table(&self, source: MatrixSource) -> B::Matrix {
+        self.inner.table(source)
+    }
     fn copies(&self, matrix: &B::Matrix) -> bool {
         self.inner.copies(matrix)
     }

@@ -10,8 +10,10 @@ pub struct Weights<M> {
     pub layers: Vec<Layer<M>>,
     /// Before the output, `[dim]`.
     pub output_norm: Norm,
-    /// `[vocab_size, dim]`; `None` where the embedding serves.
+    /// `[vocab_size, dim]`; `None` where the embedding serves, or nothing does.
     pub output: Option<Linear<M>>,
+    /// Whether there is an output projection at all.
+    pub has_head: bool,
 }
 
 /// One layer. A norm that is absent does nothing.
@@ -121,7 +123,8 @@ impl<M> Weights<M> {
                 }
             }
         };
-        bytes(&self.head().weight) + self.layers.iter().map(layer).sum::<usize>()
+        let head = if self.has_head { bytes(&self.head().weight) } else { 0 };
+        head + self.layers.iter().map(layer).sum::<usize>()
     }
 
     /// Every matrix.
@@ -154,6 +157,7 @@ impl<M> Weights<M> {
             layers: self.layers.into_iter().map(|layer| layer.map(f)).collect(),
             output_norm: self.output_norm,
             output: self.output.map(|output| output.map(f)),
+            has_head: self.has_head,
         }
     }
 }

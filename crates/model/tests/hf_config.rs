@@ -207,8 +207,34 @@ fn types_that_are_not_supported() {
         &keys!("llama", "model_type": (), "architectures": ["OPTForCausalLM"]),
         &["architectures", "OPTForCausalLM"],
     );
-    let (c, _) = read(&keys!("llama", "model_type": (), "architectures": ["Qwen3ForCausalLM"]));
-    assert_eq!(c.arch, "qwen3");
+    for (class, arch) in [
+        ("Qwen3ForCausalLM", "qwen3"),
+        ("Qwen3Model", "qwen3"),
+        ("LlamaModel", "llama"),
+        ("MistralModel", "llama"),
+        ("Phi3Model", "phi3"),
+    ] {
+        assert_eq!(read(&keys!("llama", "model_type": (), "architectures": [class])).0.arch, arch);
+    }
+}
+
+#[test]
+fn attention_to_later_positions_is_refused() {
+    refused(&keys!("llama", "is_causal": false), &["is_causal", "not supported", "false"]);
+    refused(&keys!("llama", "use_bidirectional_attention": true), &["use_bidirectional_attention", "true"]);
+    refused(&keys!("llama", "use_bidirectional_attention": "all"), &["use_bidirectional_attention", "all"]);
+    refused(&keys!("llama", "bidirectional": true), &["bidirectional"]);
+    for class in ["LlamaBidirectionalModel", "MistralBiModel", "LlamaBiForMNTP", "LlamaEncoderModel"] {
+        refused(&keys!("llama", "architectures": [class]), &["architectures", "later positions", class]);
+    }
+    for (key, value) in
+        [("is_causal", json!(true)), ("use_bidirectional_attention", json!(false)), ("is_causal", ().into())]
+    {
+        let mut config = family("llama");
+        config[key] = value;
+        read(&config);
+    }
+    read(&keys!("llama", "architectures": ["LlamaModel"]));
 }
 
 #[test]

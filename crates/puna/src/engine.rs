@@ -5,6 +5,7 @@
 
 use crate::error::Error;
 use crate::files::ModelFiles;
+use crate::pooling::Declared;
 use crate::request::{Event, Finish, FinishReason, Request, RequestId};
 use crate::sampler::{PartialSampling, SamplingParams, Scratch};
 use crate::sequence::Sequence;
@@ -23,7 +24,7 @@ pub struct EngineOptions {
     pub load: LoadOptions,
     /// How keys and values are kept.
     pub kv: KvType,
-    /// Positions of a sequence; `None`: the model's own, at most [`DEFAULT_CTX`].
+    /// Positions of a sequence; `None`: the model's own, at most [`DEFAULT_CTX`] where the sequence grows.
     pub ctx: Option<usize>,
     /// Most rows of a step.
     pub chunk: usize,
@@ -40,21 +41,25 @@ impl Default for EngineOptions {
 
 /// A loaded model and the sequences it works on.
 pub struct Engine {
-    model: Model,
-    kv: KvCache,
+    pub(crate) model: Model,
+    pub(crate) kv: KvCache,
     tokenizer: Option<Arc<Tokenizer>>,
     template: Option<String>,
     sampling: PartialSampling,
     path: PathBuf,
     notices: Vec<String>,
     ctx: usize,
-    chunk: usize,
+    /// Positions of a text that does not grow.
+    pub(crate) text_ctx: usize,
+    /// How its files say that texts become embeddings.
+    pub(crate) declared: Result<Declared, Error>,
+    pub(crate) chunk: usize,
     /// In order of arrival.
     running: Vec<Sequence>,
     /// What the last finished sequence left in the cache, for a request that begins alike.
     kept: Option<(SeqId, Vec<u32>)>,
     next_id: u64,
-    batch: Batch,
+    pub(crate) batch: Batch,
     scratch: Scratch,
     events: Vec<Event>,
 }
@@ -77,7 +82,7 @@ impl Engine {
     /// # Errors
     /// As [`Model::load`].
     pub fn from_files(files: ModelFiles, options: &EngineOptions, progress: &mut Progress) -> Result<Engine, Error> {
-        let path = files.path();
+        let (path, declared) = (files.path(), files.embedding());
         let (source, tokenizer, template, sampling) = files.into_parts();
         let model = Model::load(source.checkpoint(), &options.load, progress)?;
         let own = model.config().context_length;
@@ -87,6 +92,8 @@ impl Engine {
             kv,
             notices,
             ctx: options.ctx.unwrap_or(own.min(DEFAULT_CTX)),
+            text_ctx: options.ctx.unwrap_or(own),
+            declared,
             chunk: options.chunk.max(1),
             tokenizer: tokenizer.map(Arc::new),
             model,
@@ -157,6 +164,9 @@ impl Engine {
     /// # Errors
     /// What is wrong with the request. Nothing has been computed then.
     pub fn add(&mut self, request: Request) -> Result<RequestId, Error> {
+        if !self.model.has_head() {
+            return Err(puna_model::Error::NoHead.into());
+        }
         let vocab = self.model.config().vocab_size;
         if request.prompt.is_empty() {
             return Err(Error::EmptyPrompt);

@@ -64,6 +64,36 @@ pub enum Error {
         /// Rows of the embedding.
         vocab: usize,
     },
+    /// A text to be embedded that has no tokens.
+    #[error("it is empty: it has no tokens, and the model adds none at its ends")]
+    EmptyText,
+    /// A text to be embedded that does not fit.
+    #[error("it has {tokens} tokens, but the context holds {ctx}")]
+    TextTooLong {
+        /// Tokens of the text.
+        tokens: usize,
+        /// Positions of the context.
+        ctx: usize,
+    },
+    /// An embedding that is no direction in space.
+    #[error("its embedding has numbers that are not finite")]
+    NotFinite,
+    /// What is wrong with one of several texts.
+    #[error("text {index}: {source}")]
+    Embed {
+        /// Which one, from 0.
+        index: usize,
+        /// What is wrong with it.
+        source: Box<Error>,
+    },
+    /// The files say that embeddings are made in a way that puna does not have.
+    #[error("{}: {what}", shown(path))]
+    Embedding {
+        /// The file.
+        path: PathBuf,
+        /// What was found, and what is supported.
+        what: String,
+    },
     /// A message of a chat that is no message.
     #[error("message {index}: {what}")]
     Message {

@@ -1,6 +1,7 @@
 //! What a model's files hold beside weights: tokenizer, chat template, sampling defaults.
 
 use crate::error::Error;
+use crate::pooling::Declared;
 use crate::sampler::{MetaValue, PartialSampling};
 use bytes::Bytes;
 use puna_model::gguf::{Gguf, Strings, Value};
@@ -16,6 +17,7 @@ pub struct ModelFiles {
     template: Option<String>,
     sampling: PartialSampling,
     notices: Vec<String>,
+    embedding: Result<Declared, Error>,
 }
 
 impl ModelFiles {
@@ -26,20 +28,21 @@ impl ModelFiles {
     /// files of architectures that cannot be run; an absent tokenizer is no error, a broken one is.
     pub fn open(path: impl AsRef<Path>) -> Result<ModelFiles, Error> {
         let source = Source::open(path)?;
+        let embedding = Declared::read(&source);
         match &source {
             Source::Gguf(gguf) => {
                 let tokenizer = gguf_tokenizer(gguf)?;
                 let template = gguf.meta().get::<String>("tokenizer.chat_template")?;
                 let lookup = |key: &str| gguf.meta().value(key).map(meta_value);
                 let (sampling, notices) = PartialSampling::from_gguf(lookup)?;
-                Ok(ModelFiles { tokenizer, template, sampling, notices, source })
+                Ok(ModelFiles { tokenizer, template, sampling, notices, embedding, source })
             }
             Source::Folder(folder) => {
                 let tokenizer = folder_tokenizer(folder)?;
                 let template = folder_template(folder)?;
                 let config = serde_json::Value::Object(folder.generation_config()?);
                 let sampling = PartialSampling::from_generation_config(&config)?;
-                Ok(ModelFiles { tokenizer, template, sampling, notices: Vec::new(), source })
+                Ok(ModelFiles { tokenizer, template, sampling, notices: Vec::new(), embedding, source })
             }
         }
     }
@@ -80,6 +83,14 @@ impl ModelFiles {
     /// What the files ask for and this engine does not do, a sentence each.
     pub fn notices(&self) -> &[String] {
         &self.notices
+    }
+
+    /// How the files say that texts become embeddings.
+    ///
+    /// # Errors
+    /// What they ask for and puna does not have: such a model can be run, but not embed.
+    pub fn embedding(&self) -> Result<Declared, Error> {
+        self.embedding.clone()
     }
 
     pub(crate) fn into_parts(self) -> (Source, Option<Tokenizer>, Option<String>, PartialSampling) {

@@ -18,16 +18,20 @@
 #![forbid(unsafe_code)]
 
 mod chat;
+pub mod embed;
 pub mod engine;
 pub mod error;
 pub mod files;
+pub mod pooling;
 pub mod request;
 pub mod sampler;
 mod sequence;
 
+pub use embed::EmbedOptions;
 pub use engine::{Engine, EngineOptions};
 pub use error::Error;
 pub use files::ModelFiles;
+pub use pooling::{Declared, Pooling};
 pub use request::{Event, Finish, FinishReason, Request, RequestId, Stats};
 
 pub use puna_kernels::{Isa, KvType, Pool};

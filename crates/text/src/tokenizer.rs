@@ -218,6 +218,11 @@ impl Tokenizer {
         Ok(ids)
     }
 
+    /// What [`AddBos::Auto`] puts after a text: the end token of models made for embeddings, mostly nothing.
+    pub fn suffix(&self) -> &[u32] {
+        &self.roles.suffix
+    }
+
     /// The ids of a rendered chat: as if the segments were one text, except that control tokens are found only
     /// within trusted segments (neighbouring trusted segments are one). A beginning-of-text token is added only if
     /// the template did not write it, and nothing is added at the end.

@@ -28,7 +28,7 @@ impl Checked {
             Ok((arch, config)) => {
                 // Binding refuses a file with problems for the first of them.
                 if reasons.is_empty() {
-                    reasons.extend(bind::bind(from, arch, &config).err().map(|e| e.to_string()));
+                    reasons.extend(bind::bind(from, arch, &config, true).err().map(|e| e.to_string()));
                 }
                 Some(config)
             }

@@ -48,6 +48,7 @@ pub fn read(path: &Path, object: &Object, n_tensors: usize) -> Result<Parsed, Er
     let inner = TEXT.iter().map(|key| outer.object(key)).find_map(Result::transpose).transpose()?;
     let keys = inner.as_ref().unwrap_or(&outer);
     let family = family(&outer, inner.as_ref())?;
+    inner.iter().chain([&outer]).try_for_each(refuse_bidirectional)?;
     let arch = arch::find(family.arch).ok_or_else(|| keys.error("model_type", "its architecture is missing"))?;
     for (key, only) in family.fixed {
         let Given::Value(value) = keys.get(key) else { continue };
@@ -90,13 +91,31 @@ fn family(outer: &Keys, inner: Option<&Keys>) -> Result<&'static Family, Error> 
             let Some(&class) = list.as_ref().and_then(|list| list.first()) else {
                 return Err(keys.missing("model_type"));
             };
-            ("architectures", class, FAMILIES.iter().find(|f| f.class == class))
+            ("architectures", class, FAMILIES.iter().find(|f| f.is_class(class)))
         }
     };
     found.ok_or_else(|| {
         let known: Vec<&str> = FAMILIES.iter().map(|f| f.types[0]).collect();
         keys.error(key, format!("\"{}\" is not supported; supported are {}", escape(name), known.join(", ")))
     })
+}
+
+/// Encoders made of these families say so by a key or by the name of their class.
+fn refuse_bidirectional(keys: &Keys) -> Result<(), Error> {
+    const WHAT: &str = "attention to later positions is not supported";
+    for (key, causal) in [("is_causal", true), ("use_bidirectional_attention", false), ("bidirectional", false)] {
+        if let Given::Value(value) = keys.get(key)
+            && *value != causal
+        {
+            return Err(keys.error(key, format!("{WHAT}, found {}", shown(value))));
+        }
+    }
+    let Given::Value(Value::Array(classes)) = keys.get("architectures") else { return Ok(()) };
+    let is_encoder = |class: &&str| ["Bidirectional", "BiModel", "BiFor", "Encoder"].iter().any(|s| class.contains(s));
+    match classes.iter().filter_map(Value::as_str).find(is_encoder) {
+        Some(class) => Err(keys.error("architectures", format!("{WHAT}, which \"{}\" asks for", escape(class)))),
+        None => Ok(()),
+    }
 }
 
 fn model(outer: &Keys, keys: &Keys, family: &Family, arch: &Arch, n_layers: usize) -> Result<Config, Error> {

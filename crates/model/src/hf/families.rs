@@ -10,7 +10,7 @@ use crate::error::Error;
 pub struct Family {
     /// `model_type`, of the text model or of a model around it; the first is the family's own.
     pub types: &'static [&'static str],
-    /// What `architectures` has, for files without a type.
+    /// What `architectures` has, for files without a type; the same without an output is the class `Model`.
     pub class: &'static str,
     /// The architecture, as GGUF names it.
     pub arch: &'static str,
@@ -32,6 +32,14 @@ pub struct Family {
     pub fixed: &'static [(&'static str, &'static str)],
     /// What no other field says.
     pub adjust: fn(&Keys, &mut Config) -> Result<(), Error>,
+}
+
+impl Family {
+    /// Whether `architectures` may name it so: `Qwen3ForCausalLM`, `Qwen3Model`.
+    pub fn is_class(&self, name: &str) -> bool {
+        let stem = self.class.split_once("For").map_or(self.class, |(stem, _)| stem);
+        name == self.class || name.strip_suffix("Model") == Some(stem)
+    }
 }
 
 /// What an absent key means.

@@ -116,9 +116,6 @@ impl Folder {
     fn missing_part(&self) -> Option<Error> {
         let (parsed, names) = &**self.model.as_ref().ok()?;
         let has = |name: &str| names.entries.contains_key(name);
-        if !names.tied && !has("output.weight") {
-            return Some(self.missing("output.weight"));
-        }
         for (layer, &sparse) in parsed.sparse.iter().enumerate() {
             let router = format!("blk.{layer}.ffn_gate_inp.weight");
             if has(&router) && !sparse {
@@ -171,6 +168,18 @@ impl Checkpoint for Folder {
 
     fn check(&self) -> Result<(), Error> {
         self.problems.first().map_or(Ok(()), |problem| Err(problem.clone()))
+    }
+
+    fn missing_head(&self) -> Option<Error> {
+        let names = &self.model.as_ref().ok()?.1;
+        if names.tied || names.entries.contains_key("output.weight") {
+            return None;
+        }
+        let mut error = self.missing("output.weight");
+        if let Error::Tensor { what, .. } = &mut error {
+            what.push_str("; without it the model makes embeddings only");
+        }
+        Some(error)
     }
 
     fn names(&self) -> Vec<String> {
