@@ -13,7 +13,7 @@ use std::path::{Path, PathBuf};
 /// Arguments of `puna embed`.
 #[derive(Args)]
 #[command(mut_arg("ctx", |a| a.help("Most tokens of a text [default: the model's own]")))]
-#[command(mut_arg("kv", |a| a.default_value("f32").help("How keys and values are kept while a text is computed: f32 or f16")))]
+#[command(mut_arg("kv", |a| a.default_value("f32").help("How keys and values are kept while a text is computed: f32, f16 or q8_0")))]
 pub struct EmbedArgs {
     /// GGUF file, or folder with config.json and safetensors
     model: PathBuf,

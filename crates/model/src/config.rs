@@ -1,5 +1,6 @@
 //! What a model is, as plain data: whatever differs between architectures is a value here.
 
+use crate::error::Error;
 use crate::rope::Rope;
 use puna_kernels::ops::{Activation, Routing};
 
@@ -76,5 +77,51 @@ impl Config {
     /// Width of the keys and of the values: `n_kv_heads * head_dim`.
     pub fn kv_dim(&self) -> usize {
         self.n_kv_heads * self.head_dim
+    }
+
+    /// Checks what files guarantee and a configuration made by hand may not.
+    ///
+    /// # Errors
+    /// [`Error::Config`] names the field.
+    pub fn check(&self) -> Result<(), Error> {
+        let error = |what: String| Err(Error::Config { what });
+        let counts = [
+            ("vocab_size", self.vocab_size),
+            ("dim", self.dim),
+            ("n_layers", self.n_layers),
+            ("n_heads", self.n_heads),
+            ("n_kv_heads", self.n_kv_heads),
+            ("head_dim", self.head_dim),
+        ];
+        if let Some((name, _)) = counts.iter().find(|(_, n)| *n == 0) {
+            return error(format!("{name}: expected a number above 0"));
+        }
+        if !self.n_heads.is_multiple_of(self.n_kv_heads) {
+            return error(format!("n_kv_heads: {} heads are not divisible into {}", self.n_heads, self.n_kv_heads));
+        }
+        for (name, len) in [("rope_layers", self.rope_layers.len()), ("windows", self.windows.len())] {
+            if len != self.n_layers {
+                return error(format!("{name}: expected {} entries, one a layer, found {len}", self.n_layers));
+            }
+        }
+        if self.windows.contains(&Some(0)) {
+            return error("windows: a window holds at least the position itself".into());
+        }
+        let halves = [Some(self.rope.inv_freq.len()), self.rope.long.as_ref().map(|long| long.inv_freq.len())];
+        if let Some(half) =
+            halves.into_iter().flatten().find(|&half| half != self.rope.half() || 2 * half > self.head_dim)
+        {
+            return error(format!("rope: {half} frequencies do not fit heads of {} dimensions", self.head_dim));
+        }
+        if self.n_deepstack > self.n_layers {
+            return error(format!("n_deepstack: {} of {} layers", self.n_deepstack, self.n_layers));
+        }
+        match &self.moe {
+            Some(moe) if moe.routing.used == 0 || moe.routing.used > moe.n_experts || moe.ffn_dim == 0 => {
+                error(format!("moe: {} of {} experts of width {}", moe.routing.used, moe.n_experts, moe.ffn_dim))
+            }
+            None if self.ffn_dim == 0 => error("ffn_dim: expected a number above 0".into()),
+            _ => Ok(()),
+        }
     }
 }

@@ -71,6 +71,12 @@ pub enum Error {
         /// What was looked for and what was found.
         what: String,
     },
+    /// A configuration that was made by hand is none of a model.
+    #[error("configuration: {what}")]
+    Config {
+        /// The field, and what was expected of it.
+        what: String,
+    },
     /// A metadata key is missing or has an unusable value.
     #[error("{}: key \"{}\": {what}", shown(path), escape(key))]
     Key {

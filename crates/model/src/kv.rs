@@ -60,6 +60,16 @@ struct Table {
     blocks: VecDeque<u32>,
 }
 
+impl Table {
+    /// Gives back the blocks behind position `len`.
+    fn shrink(&mut self, blocks: &mut KvBlocks, len: usize) {
+        while self.first + self.blocks.len() > len.div_ceil(KV_BLOCK) {
+            let Some(block) = self.blocks.pop_back() else { break };
+            blocks.free(block);
+        }
+    }
+}
+
 impl KvCache {
     /// An empty cache for a model. Heads that are no whole blocks of `kind` are kept as F16: see [`KvCache::notice`].
     pub fn new(config: &Config, kind: KvType) -> KvCache {
@@ -167,10 +177,7 @@ impl KvCache {
                 table.blocks.drain(..).for_each(|b| group.blocks.free(b));
                 table.first = 0;
             }
-            while table.first + table.blocks.len() > len.div_ceil(KV_BLOCK) {
-                let Some(block) = table.blocks.pop_back() else { break };
-                group.blocks.free(block);
-            }
+            table.shrink(&mut group.blocks, len);
         }
         s.len = len;
         len
@@ -215,6 +222,16 @@ impl KvCache {
                     group.blocks.free(block);
                     table.first += 1;
                 }
+            }
+        }
+    }
+
+    /// Gives back the blocks that only the batch's rows needed: sequences are as before it.
+    pub(crate) fn rollback(&mut self, batch: &Batch) {
+        for span in &batch.spans {
+            let seq = self.seqs[span.seq.index as usize].seq.as_mut().expect("spans were checked");
+            for (group, table) in self.groups.iter_mut().zip(&mut seq.tables) {
+                table.shrink(&mut group.blocks, seq.len);
             }
         }
     }

@@ -228,6 +228,22 @@ impl Model {
             return Err(Error::NoHead);
         }
         self.compute(batch, kv, tap)?;
+        kv.commit(batch);
+        self.runner.head(&self.config, &mut self.scratch);
+        Ok(self.scratch.logits.values())
+    }
+
+    /// [`Model::forward`] that leaves the cache as it was: the same logits, and the batch's sequences stand where they
+    /// stood. For scores of tokens that may not come: drafts, prompts of which only probabilities are wanted.
+    ///
+    /// # Errors
+    /// As [`Model::forward`].
+    pub fn peek(&mut self, batch: &Batch, kv: &mut KvCache) -> Result<&[f32], Error> {
+        if !self.has_head() {
+            return Err(Error::NoHead);
+        }
+        self.compute(batch, kv, &mut ())?;
+        kv.rollback(batch);
         self.runner.head(&self.config, &mut self.scratch);
         Ok(self.scratch.logits.values())
     }
@@ -239,9 +255,11 @@ impl Model {
     /// As [`Model::forward`], except [`Error::NoHead`].
     pub fn hidden(&mut self, batch: &Batch, kv: &mut KvCache) -> Result<&[f32], Error> {
         self.compute(batch, kv, &mut ())?;
+        kv.commit(batch);
         Ok(self.scratch.h.values())
     }
 
+    /// Everything before the logits. The batch's rows are in the cache's blocks, but not yet counted.
     fn compute(&mut self, batch: &Batch, kv: &mut KvCache, tap: &mut dyn Tap) -> Result<(), Error> {
         self.check(batch, kv)?;
         kv.prepare(batch)?;
@@ -258,7 +276,6 @@ impl Model {
             }
         }
         self.runner.forward(&self.config, batch, kv, &mut self.scratch, tap);
-        kv.commit(batch);
         Ok(())
     }
 
