@@ -59,6 +59,19 @@ pub fn bind(from: &dyn Checkpoint, arch: &Arch, config: &Config, head: bool) -> 
     Ok(weights)
 }
 
+/// Bytes of all weights as they are loaded, before matrices are in a device's form.
+pub fn bytes(weights: &Weights<Found>) -> u64 {
+    let mut total = matrix_bytes(weights);
+    weights.each_vector(&mut |vector| total += size_of_val(vector) as u64);
+    total
+}
+
+fn matrix_bytes(weights: &Weights<Found>) -> u64 {
+    let mut total = 0;
+    weights.each(&mut |found| total += found.bytes());
+    total
+}
+
 /// What becomes of weights where they are to be quantized to `wish`: a sentence where some do not.
 pub fn notice(weights: &Weights<Found>, wish: DType) -> Option<String> {
     let (mut simpler, mut kept) = (0, 0);
@@ -83,24 +96,22 @@ pub fn load<B: Backend>(
     quantize: Option<(&Pool, DType)>,
     progress: &mut Progress,
 ) -> Weights<B::Matrix> {
-    let mut total = 0;
-    weights.each(&mut |found| total += found.bytes());
-    let mut done = 0;
+    let (mut done, total) = (0, matrix_bytes(&weights));
     weights.map(&mut |found: Found| {
-        let bytes = found.bytes();
+        let n_bytes = found.bytes();
         let target = quantize.and_then(|(pool, wish)| Some((pool, found.target(wish)?)));
         let Found { dtype, rows, cols, data, order, place, is_table, .. } = found;
         let is_copy = target.is_some() || matches!(data, Data::Made(..));
-        let (dtype, bytes_in) = match target {
+        let (dtype, bytes) = match target {
             Some((pool, to)) => (to, quantize_rows(pool, &data, [rows, cols], dtype, to)),
             None => (dtype, data.read()),
         };
-        let source = MatrixSource { dtype, rows, cols, bytes: bytes_in, order };
+        let source = MatrixSource { dtype, rows, cols, bytes, order };
         let matrix = if is_table { backend.table(source) } else { backend.matrix(source) };
         if let Some(place) = place.filter(|_| is_copy || backend.copies(&matrix)) {
             place.map.release(place.range);
         }
-        done += bytes;
+        done += n_bytes;
         progress(done, total);
         matrix
     })

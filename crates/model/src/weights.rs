@@ -127,6 +127,31 @@ impl<M> Weights<M> {
         head + self.layers.iter().map(layer).sum::<usize>()
     }
 
+    /// Every vector: norms, biases, a router's correction.
+    pub fn each_vector(&self, f: &mut impl FnMut(&[f32])) {
+        fn bias<M>(linear: &Linear<M>, f: &mut impl FnMut(&[f32])) {
+            linear.bias.iter().for_each(|bias| f(bias));
+        }
+        fn dense<M>(d: &Dense<M>, f: &mut impl FnMut(&[f32])) {
+            [&d.gate, &d.up, &d.down].into_iter().for_each(|linear| bias(linear, f));
+        }
+        for Layer { attn_norm, attn, post_attn_norm, ffn_norm, ffn, post_ffn_norm } in &self.layers {
+            let norms = [attn_norm, post_attn_norm, ffn_norm, post_ffn_norm, &attn.q_norm, &attn.k_norm];
+            norms.into_iter().flatten().for_each(|norm| f(&norm.weight));
+            [&attn.q, &attn.k, &attn.v, &attn.o].into_iter().for_each(|linear| bias(linear, f));
+            match ffn {
+                Ffn::Dense(d) => dense(d, f),
+                Ffn::Moe(m) => {
+                    bias(&m.router, f);
+                    m.correction.iter().for_each(|correction| f(correction));
+                    m.experts.iter().chain(m.shared.as_ref().map(|shared| &shared.ffn)).for_each(|d| dense(d, f));
+                }
+            }
+        }
+        f(&self.output_norm.weight);
+        self.output.iter().for_each(|output| bias(output, f));
+    }
+
     /// Every matrix.
     pub fn each(&self, f: &mut impl FnMut(&M)) {
         fn dense<M>(d: &Dense<M>, f: &mut impl FnMut(&M)) {

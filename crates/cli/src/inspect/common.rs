@@ -14,6 +14,8 @@ pub const MAX_ELEMENTS: usize = 64;
 pub struct Checked {
     /// The configuration, as far as it can be read.
     pub config: Option<Config>,
+    /// Bytes of the weights that are loaded, where they can be: without a vision tower's, and FP8 as what it becomes.
+    pub weight_bytes: Option<u64>,
     /// What loading the model would refuse.
     pub reasons: Vec<String>,
     /// What lies beside the weights, where it can be read.
@@ -24,11 +26,15 @@ impl Checked {
     /// Checks all but the weights themselves. `problems`: what is known to be wrong with the files at `path`.
     pub fn new(from: &dyn Checkpoint, problems: &[Error], path: &Path) -> Checked {
         let mut reasons: Vec<String> = problems.iter().map(ToString::to_string).collect();
+        let mut weight_bytes = None;
         let config = match from.config() {
             Ok((arch, config)) => {
                 // Binding refuses a file with problems for the first of them.
                 if reasons.is_empty() {
-                    reasons.extend(bind::bind(from, arch, &config, true).err().map(|e| e.to_string()));
+                    match bind::bind(from, arch, &config, true) {
+                        Ok(weights) => weight_bytes = Some(bind::bytes(&weights)),
+                        Err(e) => reasons.push(e.to_string()),
+                    }
                 }
                 Some(config)
             }
@@ -41,7 +47,7 @@ impl Checked {
         let files = ModelFiles::open(path);
         reasons.extend(files.as_ref().err().map(ToString::to_string));
         reasons.dedup();
-        Checked { config, reasons, files: files.ok() }
+        Checked { config, weight_bytes, reasons, files: files.ok() }
     }
 
     /// What running the model would ignore.
@@ -158,6 +164,7 @@ pub fn bits(elements: u64, bytes: u64) -> Option<f64> {
 
 /// What running it takes, besides what a chunk of a prompt takes for its time.
 pub fn memory(config: Option<&Config>, ctx: u64, kv: KvType, weight_bytes: u64) -> Memory {
+    let kv = config.map_or(kv, |c| if kv.fits(c.head_dim) { kv } else { KvType::F16 });
     let kv_bytes = config.and_then(|c| kv_bytes(c, ctx, kv));
     let total_bytes = kv_bytes.map(|kv| weight_bytes.saturating_add(kv));
     Memory { ctx, kv: kv.name(), kv_bytes, weight_bytes, total_bytes }

@@ -39,7 +39,7 @@ pub fn report(folder: &Folder, ctx: Option<u64>, kv: KvType) -> Result<Report, E
         files: folder.files().iter().map(file).collect(),
         summary: Summary {
             tokenizer: checked.files.as_ref().and_then(|files| tokenizer(folder, files)),
-            ..summary(folder, &tensors, &metadata, checked.config.as_ref(), ctx, kv)
+            ..summary(folder, &tensors, &metadata, &checked, (ctx, kv))
         },
         runs: checked.reasons.is_empty(),
         notices: checked.notices(),
@@ -75,13 +75,12 @@ fn summary(
     folder: &Folder,
     tensors: &[Tensor],
     metadata: &[Entry],
-    config: Option<&Config>,
-    ctx: Option<u64>,
-    kv: KvType,
+    checked: &Checked,
+    (ctx, kv): (Option<u64>, KvType),
 ) -> Summary {
+    let config = checked.config.as_ref();
     let shape = config.map_or_else(Shape::default, common::shape);
     let (types, elements, bytes) = common::types(tensors);
-    let fp8 = types.iter().find(|share| share.ty == "F8_E4M3").map_or(0, |share| share.bytes);
     let (parameters, active_parameters) = config.map_or((elements, elements), |c| parameters(folder, c));
     let ctx = ctx.unwrap_or_else(|| shape.context_length.unwrap_or(4096).min(4096) as u64);
     let find = |ends: &[&str]| metadata.iter().find(|e| ends.iter().any(|end| e.key.ends_with(end)));
@@ -99,8 +98,7 @@ fn summary(
         bits_per_weight: common::bits(elements, bytes),
         types,
         tokenizer: None,
-        // FP8 becomes single precision when it is loaded.
-        memory: common::memory(config, ctx, kv, bytes.saturating_add(fp8.saturating_mul(3))),
+        memory: common::memory(config, ctx, kv, checked.weight_bytes.unwrap_or(bytes)),
         shape,
     }
 }

@@ -4,8 +4,8 @@
 use super::common::{self, Checked};
 use super::report::{Entry, Experts, File, Report, Rope, Shape, Special, Summary, Tensor, Tokenizer, Window};
 use puna_kernels::KvType;
+use puna_model::Gguf;
 use puna_model::gguf::{Array, FromValue, Metadata, Strings, TensorInfo, Value, ValueType};
-use puna_model::{Config, Gguf};
 use serde_json::json;
 use std::borrow::Cow;
 
@@ -20,7 +20,7 @@ pub fn report(gguf: &Gguf, ctx: Option<u64>, kv: KvType) -> Report {
     let tensors: Vec<Tensor> = gguf.tensors().map(tensor).collect();
     Report {
         files: gguf.shards().iter().map(file).collect(),
-        summary: summary(gguf, &tensors, checked.config.as_ref(), ctx, kv),
+        summary: summary(gguf, &tensors, &checked, ctx, kv),
         runs: checked.reasons.is_empty(),
         notices: checked.notices(),
         reasons: checked.reasons,
@@ -67,7 +67,8 @@ fn tensor(info: &TensorInfo) -> Tensor {
     }
 }
 
-fn summary(gguf: &Gguf, tensors: &[Tensor], config: Option<&Config>, ctx: Option<u64>, kv: KvType) -> Summary {
+fn summary(gguf: &Gguf, tensors: &[Tensor], checked: &Checked, ctx: Option<u64>, kv: KvType) -> Summary {
+    let config = checked.config.as_ref();
     let meta = gguf.meta();
     let keys = Keys::new(meta);
     let shape = config.map_or_else(|| keys.shape(gguf), common::shape);
@@ -86,7 +87,7 @@ fn summary(gguf: &Gguf, tensors: &[Tensor], config: Option<&Config>, ctx: Option
         bits_per_weight: common::bits(elements, bytes),
         types,
         tokenizer: tokenizer(meta),
-        memory: common::memory(config, ctx, kv, bytes),
+        memory: common::memory(config, ctx, kv, checked.weight_bytes.unwrap_or(bytes)),
         shape,
     }
 }
