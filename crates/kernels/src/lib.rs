@@ -17,6 +17,7 @@ mod pack;
 mod panel;
 pub mod pool;
 pub mod quant;
+pub mod roof;
 mod simd;
 
 pub use act::{ActBlock, Acts};

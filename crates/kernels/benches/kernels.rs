@@ -1,0 +1,159 @@
+//! Single kernels against the machine's own roofs, measured in the same run.
+//!
+//! `cargo bench -p puna-kernels [-- WORD]`: only the lines that contain the word.
+
+use puna_kernels::{
+    Acts, Attention, AttnScratch, DType, Exec, Isa, KV_BLOCK, KvBlocks, KvLayer, KvLayout, KvPlan, KvType, KvView,
+    Matrix, MatrixSource, Pool, Product, attention, kv_store, matmul, quantize, roof,
+};
+use std::time::{Duration, Instant};
+
+fn main() {
+    let filter = std::env::args().skip(1).find(|arg| !arg.starts_with('-')).unwrap_or_default();
+    let bench = Bench { exec: Exec::new(Isa::detect(), Pool::default_threads()), filter };
+    bench.roofs();
+    for dtype in [DType::Q4_0, DType::Q4_1, DType::Q8_0, DType::Q4_K, DType::Q6_K, DType::IQ4_XS] {
+        bench.matmul(dtype);
+    }
+    for dtype in [DType::F32, DType::F16, DType::BF16] {
+        bench.matmul(dtype);
+    }
+    for kind in [KvType::F32, KvType::F16, KvType::Q8_0] {
+        bench.attention(kind);
+    }
+}
+
+struct Bench {
+    exec: Exec,
+    filter: String,
+}
+
+/// Seconds of the fastest call.
+fn fastest(mut f: impl FnMut()) -> f64 {
+    let (start, mut best) = (Instant::now(), f64::MAX);
+    while start.elapsed() < Duration::from_millis(400) {
+        let start = Instant::now();
+        f();
+        best = best.min(start.elapsed().as_secs_f64());
+    }
+    best
+}
+
+fn numbers(n: usize) -> Vec<f32> {
+    (0..n).map(|i| (i * 7919 % 1009) as f32 / 504.0 - 1.0).collect()
+}
+
+impl Bench {
+    fn roofs(&self) {
+        let e = &self.exec;
+        println!("{} on {} threads", e.isa, e.pool.threads());
+        println!("roofs: {:.1} GB/s read, {:.0} GFLOP/s f32, {:.0} GOP/s int8", gb(e), gflop(e), gop(e));
+    }
+
+    fn wants(&self, name: &str) -> bool {
+        name.contains(&self.filter)
+    }
+
+    fn acts(&self, rows: usize, cols: usize) -> Acts {
+        let mut acts = Acts::default();
+        acts.resize(rows, cols);
+        acts.values_mut().copy_from_slice(&numbers(rows * cols));
+        acts.quantize(&self.exec);
+        acts
+    }
+
+    fn matmul(&self, dtype: DType) {
+        // Narrow as in a small model, and wide: 8 matrices, so that none stays in a cache.
+        for (n, cols) in [(1536, 576), (4096, 4096)] {
+            let values = numbers(n * cols);
+            if dtype.row_bytes(cols).is_none() {
+                continue;
+            }
+            let bytes = || {
+                let mut bytes = vec![0; n * dtype.row_bytes(cols).unwrap_or(0)];
+                quantize(dtype, &values, &mut bytes);
+                bytes
+            };
+            let source = |bytes: Vec<u8>| MatrixSource { dtype, rows: n, cols, bytes: bytes.into(), order: None };
+            let weights: Vec<Matrix> = (0..8).map(|_| Matrix::new(&self.exec, source(bytes()), true)).collect();
+            for rows in [1, 2, 8, 32, 512] {
+                let name = format!("matmul {} {n}x{cols} rows {rows}", dtype.name());
+                if !self.wants(&name) {
+                    continue;
+                }
+                let acts = self.acts(rows, cols);
+                let mut out = vec![0.0; rows * n];
+                let seconds = fastest(|| {
+                    for weight in &weights {
+                        let (acts, out) = (&acts, &mut out[..]);
+                        matmul(&self.exec, &mut [Product { weight, bias: None, acts, gather: None, out }]);
+                    }
+                }) / 8.0;
+                let ops = 2.0 * (rows * n * cols) as f64 / seconds / 1e9;
+                let read = weights[0].bytes() as f64 / seconds / 1e9;
+                let is_integer = dtype.format().arith.is_integer();
+                let roof = if is_integer { gop(&self.exec) } else { gflop(&self.exec) };
+                println!(
+                    "{name:40} {:9.1} us {ops:7.0} GOP/s ({:3.0} %) {read:6.1} GB/s ({:3.0} %)",
+                    seconds * 1e6,
+                    100.0 * ops / roof,
+                    100.0 * read / gb(&self.exec)
+                );
+            }
+        }
+    }
+
+    fn attention(&self, kind: KvType) {
+        for (n_heads, n_kv_heads, head_dim) in [(9, 3, 64), (32, 8, 128)] {
+            for (past, rows) in [(0usize, 512usize), (3584, 512), (512, 1), (4096, 1)] {
+                let name = format!("attention {kind} {n_heads}/{n_kv_heads}x{head_dim} past {past} rows {rows}");
+                if !self.wants(&name) {
+                    continue;
+                }
+                let layout = KvLayout { kind, n_kv_heads, head_dim };
+                let mut blocks = KvBlocks::new(layout.layer_bytes());
+                let table: Vec<u32> =
+                    (0..(past + rows).div_ceil(KV_BLOCK)).map(|_| blocks.alloc().expect("memory")).collect();
+                let layer = KvLayer { layout, index: 0 };
+                let kv = numbers((past + rows) * n_kv_heads * head_dim);
+                let mut all = KvPlan::default();
+                all.push(past + rows, 0, 0, table.iter().copied());
+                kv_store(&self.exec, &mut blocks, layer, &all, &kv, &kv);
+                let mut plan = KvPlan::default();
+                plan.push(rows, past, 0, table.iter().copied());
+                let q = self.acts(rows, n_heads * head_dim);
+                let mut out = vec![0.0; rows * n_heads * head_dim];
+                let op = Attention { n_heads, scale: 0.1, softcap: None, window: None };
+                let mut scratch = AttnScratch::default();
+                let view = KvView { blocks: &blocks, layer, plan: &plan };
+                let seconds = fastest(|| attention(&self.exec, &op, view, &q, &mut out, &mut scratch));
+                let pairs: usize = (past..past + rows).map(|pos| pos + 1).sum();
+                let flops = (4 * pairs * n_heads * head_dim) as f64 / seconds / 1e9;
+                let read = (table.len() * layout.layer_bytes()) as f64 / seconds / 1e9;
+                println!(
+                    "{name:52} {:9.1} us {flops:6.0} GFLOP/s ({:3.0} %) {read:6.1} GB/s",
+                    seconds * 1e6,
+                    100.0 * flops / gflop(&self.exec)
+                );
+            }
+        }
+    }
+}
+
+fn gb(exec: &Exec) -> f64 {
+    use std::sync::OnceLock;
+    static ROOF: OnceLock<f64> = OnceLock::new();
+    *ROOF.get_or_init(|| roof::read_bandwidth(exec) / 1e9)
+}
+
+fn gflop(exec: &Exec) -> f64 {
+    use std::sync::OnceLock;
+    static ROOF: OnceLock<f64> = OnceLock::new();
+    *ROOF.get_or_init(|| roof::fma_rate(exec) / 1e9)
+}
+
+fn gop(exec: &Exec) -> f64 {
+    use std::sync::OnceLock;
+    static ROOF: OnceLock<f64> = OnceLock::new();
+    *ROOF.get_or_init(|| roof::dot_rate(exec) / 1e9)
+}
