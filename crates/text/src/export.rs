@@ -1,0 +1,353 @@
+//! The tokenizer of a Hugging Face folder as GGUF metadata holds one.
+//!
+//! GGUF knows two kinds: byte-level BPE with the name of a pre-tokenizer, and SentencePiece with scores. Neither says
+//! all that a tokenizer.json can say. What has been written is therefore read again, and must give the same ids on a
+//! list of texts that tell tokenizers apart.
+
+use ahash::AHashMap;
+use serde_json::Value;
+
+use crate::config::Config;
+use crate::error::{Result, TextError, one_line};
+use crate::hf::{HfFiles, all_added, build};
+use crate::pretokenize;
+use crate::sentencepiece::ModelProto;
+use crate::spm::SPACE;
+use crate::tokenizer::{EOG_TEXTS, EncodeOptions, Tokenizer};
+use crate::tokenizer_json::{AddedTokenJson, Decoder, FILE, TokenizerJson};
+use crate::vocab::{VocabSpec, byte_token};
+
+const NORMAL: i32 = 1;
+const UNKNOWN: i32 = 2;
+const CONTROL: i32 = 3;
+const USER_DEFINED: i32 = 4;
+const UNUSED: i32 = 5;
+const BYTE: i32 = 6;
+
+/// What to write, beside what the files say.
+#[derive(Debug, Clone, Copy, Default)]
+pub struct ExportOptions<'a> {
+    /// `tokenizer.ggml.pre`, in place of the name that fits the file's pre-tokenizer.
+    pub pre: Option<&'a str>,
+    /// `general.name` of the file: that of a Phi-3 model changes what its tokens swallow.
+    pub name: Option<&'a str>,
+    /// Rows of the embedding: as many tokens as this are written, the last ones unused.
+    pub rows: Option<usize>,
+}
+
+/// A vocabulary to be written: the fields of [`VocabSpec`], in memory of its own.
+#[derive(Debug, Clone, Default, PartialEq)]
+#[expect(missing_docs, reason = "the fields are those of VocabSpec")]
+pub struct Vocab {
+    pub model: &'static str,
+    pub pre: String,
+    pub name: Option<String>,
+    pub tokens: Vec<Vec<u8>>,
+    pub token_type: Vec<i32>,
+    pub scores: Option<Vec<f32>>,
+    pub merges: Vec<String>,
+    pub bos: Option<u32>,
+    pub eos: Option<u32>,
+    pub eot: Option<u32>,
+    pub eom: Option<u32>,
+    pub unk: Option<u32>,
+    pub pad: Option<u32>,
+    pub add_bos: bool,
+    pub add_eos: bool,
+    pub add_space_prefix: Option<bool>,
+    pub remove_extra_whitespaces: Option<bool>,
+}
+
+impl Vocab {
+    /// The vocabulary of a folder's tokenizer, and what a reader of GGUF will do otherwise, a sentence each.
+    ///
+    /// # Errors
+    /// Those of [`Tokenizer::from_hf`]; [`TextError::UnnamedPreTokenizer`]; [`TextError::Unsaid`] where the ids of an
+    /// ordinary text would differ. With a name given in [`ExportOptions::pre`], that is only told.
+    pub fn from_hf(files: &HfFiles, options: &ExportOptions) -> Result<(Vocab, Vec<String>)> {
+        let tokenizer = build(files)?;
+        let config = Config::read(files)?;
+        let mut notices = Vec::new();
+        let mut vocab = match (files.tokenizer_json, files.tokenizer_model) {
+            (Some(json), model) => from_json(json, model, &config, options)?,
+            (None, Some(model)) => from_sentencepiece(model, &config)?,
+            (None, None) => Vocab::default(),
+        };
+        vocab.name = options.name.map(str::to_string);
+        vocab.fill(options.rows.unwrap_or(0));
+        vocab.set_roles(&tokenizer, &mut notices);
+        vocab.compare(&tokenizer, options.pre.is_some(), &mut notices)?;
+        Ok((vocab, notices))
+    }
+
+    /// The same, borrowed.
+    pub fn spec(&self) -> VocabSpec<'_> {
+        VocabSpec {
+            model: self.model,
+            pre: Some(&self.pre),
+            name: self.name.as_deref(),
+            tokens: self.tokens.iter().map(Vec::as_slice).collect(),
+            token_type: Some(self.token_type.clone()),
+            scores: self.scores.clone(),
+            merges: self.merges.iter().map(String::as_bytes).collect(),
+            bos: self.bos,
+            eos: self.eos,
+            eot: self.eot,
+            eom: self.eom,
+            unk: self.unk,
+            pad: self.pad,
+            add_bos: Some(self.add_bos),
+            add_eos: Some(self.add_eos),
+            add_space_prefix: self.add_space_prefix,
+            remove_extra_whitespaces: self.remove_extra_whitespaces,
+            ..VocabSpec::default()
+        }
+    }
+
+    fn set(&mut self, id: u32, text: &[u8], kind: i32) {
+        self.fill(id as usize + 1);
+        (self.tokens[id as usize], self.token_type[id as usize]) = (text.to_vec(), kind);
+    }
+
+    /// Makes it as long as this; ids that no token has get the texts that llama.cpp's converter gives them.
+    fn fill(&mut self, len: usize) {
+        for id in self.tokens.len()..len {
+            self.tokens.push(format!("[PAD{id}]").into_bytes());
+            self.token_type.push(UNUSED);
+        }
+        if let Some(scores) = &mut self.scores {
+            // Below the score of any token.
+            scores.resize(self.tokens.len().max(scores.len()), -1e6);
+        }
+    }
+
+    fn set_roles(&mut self, tokenizer: &Tokenizer, notices: &mut Vec<String>) {
+        let roles = &tokenizer.roles;
+        (self.bos, self.eos, self.unk, self.pad) = (roles.bos, roles.eos, roles.unk, roles.pad);
+        self.add_bos = !roles.prefix.is_empty();
+        self.add_eos = !roles.suffix.is_empty();
+        // What is added at the end is by definition of the format the eos.
+        if let [only] = roles.suffix[..] {
+            self.eos = Some(only);
+        }
+        let is_known = |&id: &u32| {
+            let control = self.token_type.get(id as usize) == Some(&CONTROL);
+            let text = self.tokens.get(id as usize).and_then(|text| std::str::from_utf8(text).ok());
+            Some(id) == self.eos || control && text.is_some_and(|text| EOG_TEXTS.contains(&text))
+        };
+        let mut more = roles.eog.iter().copied().filter(|id| !is_known(id));
+        (self.eot, self.eom) = (more.next(), more.next());
+        let rest: Vec<u32> = more.collect();
+        if !rest.is_empty() {
+            notices.push(format!("the tokens {rest:?} end an answer too, for which GGUF has no more keys"));
+        }
+    }
+
+    /// Reads what will be written, and compares.
+    fn compare(&self, tokenizer: &Tokenizer, named: bool, notices: &mut Vec<String>) -> Result<()> {
+        let read = Tokenizer::from_vocab(&self.spec())?;
+        let encode = |tokenizer: &Tokenizer, text: &str| tokenizer.encode(text, EncodeOptions::default());
+        for text in TEXTS {
+            let (meant, got) = (encode(tokenizer, text)?, encode(&read, text)?);
+            if meant != got {
+                let what = format!("read from there, {text:?} would be {got:?}, and is {meant:?}");
+                if !named {
+                    return Err(TextError::Unsaid(one_line(what)));
+                }
+                notices.push(format!("with the pre-tokenizer {}, {}", self.pre, one_line(what)));
+                break;
+            }
+        }
+        let added = tokenizer.added.iter().filter(|token| !token.content.is_empty());
+        for token in added {
+            let text = format!("a{0} b {0}\n{0}{0}c", token.content);
+            if encode(tokenizer, &text)? != encode(&read, &text)? {
+                let token = &token.content;
+                notices.push(format!("text around tokens like {token:?} becomes other ids than in the folder"));
+                break;
+            }
+        }
+        let shows = |id: &u32| tokenizer.token_bytes(*id) == read.token_bytes(*id);
+        if let Some(id) = (0..tokenizer.vocab_size() as u32).find(|id| !shows(id)) {
+            let [meant, got] = [tokenizer, &read].map(|t| t.token_text(id).into_owned());
+            notices.push(format!("token {id} shows as {got:?}, in the folder as {meant:?}"));
+        }
+        if tokenizer.eog_ids() != read.eog_ids() {
+            let (meant, got) = (tokenizer.eog_ids(), read.eog_ids());
+            notices.push(format!("answers end with one of the tokens {got:?}, in the folder of {meant:?}"));
+        }
+        Ok(())
+    }
+}
+
+fn from_sentencepiece(file: &[u8], config: &Config) -> Result<Vocab> {
+    let model = ModelProto::read(file)?;
+    let spec = model.spec();
+    let mut vocab = Vocab {
+        model: "llama",
+        // What llama.cpp's converter writes where it means nothing.
+        pre: "default".into(),
+        tokens: spec.tokens.iter().map(|text| text.to_vec()).collect(),
+        token_type: spec.token_type.clone().unwrap_or_default(),
+        scores: spec.scores.clone(),
+        add_space_prefix: spec.add_space_prefix,
+        remove_extra_whitespaces: spec.remove_extra_whitespaces.filter(|&on| on),
+        ..Vocab::default()
+    };
+    let ids: AHashMap<&[u8], u32> = (0..).zip(&spec.tokens).map(|(id, &text)| (text, id)).collect();
+    for token in config.added_tokens(|text| ids.get(text.as_bytes()).copied()) {
+        vocab.set_added(&token);
+    }
+    Ok(vocab)
+}
+
+impl Vocab {
+    fn set_added(&mut self, token: &AddedTokenJson) {
+        let kind = match self.token_type.get(token.id as usize) {
+            Some(&UNKNOWN) => UNKNOWN,
+            _ if token.special => CONTROL,
+            _ => USER_DEFINED,
+        };
+        self.set(token.id, token.content.as_bytes(), kind);
+    }
+}
+
+fn from_json(file: &[u8], model: Option<&[u8]>, config: &Config, options: &ExportOptions) -> Result<Vocab> {
+    let fault = |e: serde_json::Error| TextError::File { file: FILE, problem: one_line(e) };
+    let mut json: TokenizerJson = serde_json::from_slice(file).map_err(fault)?;
+    let added = all_added(&json, config);
+    let decoder = Decoder::read(&json.decoder, &json.pre_tokenizer)?;
+    let merges = json.model.take_merges()?;
+    let mut vocab = Vocab::default();
+    for (text, &id) in &json.model.vocab.0 {
+        vocab.set(id, text.as_bytes(), NORMAL);
+    }
+    if decoder.byte_level {
+        vocab.model = "gpt2";
+        vocab.pre = match options.pre {
+            Some(name) => name.to_string(),
+            None => pretokenize::name_of(&json.pre_tokenizer, json.model.ignore_merges.unwrap_or(false))?.to_string(),
+        };
+        vocab.merges = merges.into_iter().map(joined).collect::<Result<_>>()?;
+    } else if decoder.spaces && json.model.byte_fallback.unwrap_or(false) {
+        vocab.model = "llama";
+        vocab.pre = options.pre.unwrap_or("default").to_string();
+        vocab.add_space_prefix = Some(begins_with_space(&json));
+        vocab.set_kinds(json.model.unk_token.as_deref());
+        vocab.scores = Some(match model.and_then(|model| same_pieces(model, &vocab)) {
+            Some(scores) => scores,
+            None => scores(&json, &merges, &added)?,
+        });
+    } else {
+        let what = "it is neither byte-level BPE nor BPE with spaces as U+2581 and a fallback to bytes";
+        return Err(TextError::Unsaid(what.into()));
+    }
+    added.iter().for_each(|token| vocab.set_added(token));
+    Ok(vocab)
+}
+
+impl Vocab {
+    /// Tells bytes and the unknown token from the others.
+    fn set_kinds(&mut self, unknown: Option<&str>) {
+        for (text, kind) in self.tokens.iter().zip(&mut self.token_type) {
+            *kind = match *kind {
+                NORMAL if byte_token(text).is_some() => BYTE,
+                NORMAL if unknown.is_some_and(|unknown| unknown.as_bytes() == text) => UNKNOWN,
+                kind => kind,
+            };
+        }
+    }
+}
+
+/// A merge as GGUF has it, with a space between its sides.
+fn joined((left, right): (String, String)) -> Result<String> {
+    if left.contains(' ') || right.contains(' ') {
+        return Err(TextError::Unsaid(format!("a merge has a space in it: {left:?} and {right:?}")));
+    }
+    Ok(format!("{left} {right}"))
+}
+
+/// Whether a space is put before a text.
+fn begins_with_space(json: &TokenizerJson) -> bool {
+    fn any(component: &Value, is_it: &dyn Fn(&Value) -> bool) -> bool {
+        let inner = ["normalizers", "pretokenizers"].iter().filter_map(|key| component[*key].as_array()).flatten();
+        is_it(component) || inner.into_iter().any(|component| any(component, is_it))
+    }
+    let space = SPACE.to_string();
+    let prepends = |c: &Value| c["type"] == "Prepend" && c["prepend"] == *space;
+    let metaspace = |c: &Value| {
+        c["type"] == "Metaspace" && c["prepend_scheme"] != "never" && c["add_prefix_space"].as_bool().unwrap_or(true)
+    };
+    any(&json.normalizer, &prepends) || any(&json.pre_tokenizer, &metaspace)
+}
+
+/// The scores of tokenizer.model, if it is of the same vocabulary.
+fn same_pieces(file: &[u8], vocab: &Vocab) -> Option<Vec<f32>> {
+    let model = ModelProto::read(file).ok()?;
+    let spec = model.spec();
+    let is_same = |(id, text): (usize, &&[u8])| vocab.tokens.get(id).is_some_and(|token| token == text);
+    let mut scores = spec.scores.clone()?;
+    if !spec.tokens.iter().enumerate().all(is_same) {
+        return None;
+    }
+    // What the folder added to the model's own vocabulary is not made by merging.
+    scores.resize(vocab.tokens.len().max(scores.len()), -1e6);
+    Some(scores)
+}
+
+/// Scores that merge as the list of merges does: the earlier, the better. SentencePiece merges whatever two pieces
+/// make a third; so that both are the same, every such pair must be in the list.
+fn scores(json: &TokenizerJson, merges: &[(String, String)], added: &[AddedTokenJson]) -> Result<Vec<f32>> {
+    let ids = &json.model.vocab.0;
+    let mut ranks: AHashMap<u32, usize> = AHashMap::new();
+    let mut pairs = AHashMap::with_capacity(merges.len());
+    for (rank, (left, right)) in merges.iter().enumerate() {
+        if let Some(&id) = ids.get(&format!("{left}{right}")) {
+            ranks.entry(id).or_insert(rank);
+        }
+        pairs.insert((left.as_str(), right.as_str()), rank);
+    }
+    let is_added = |text: &str| added.iter().any(|token| token.content == text);
+    let last = ids.values().max().map_or(0, |&id| id as usize + 1);
+    let mut scores = vec![0.0; last];
+    for (text, &id) in ids {
+        let parts = text.char_indices().skip(1).map(|(at, _)| text.split_at(at));
+        let unlisted = parts
+            .filter(|(left, right)| ids.contains_key(*left) && ids.contains_key(*right))
+            .find(|pair| !pairs.contains_key(pair));
+        if let Some((left, right)) = unlisted.filter(|_| byte_token(text.as_bytes()).is_none() && !is_added(text)) {
+            return Err(TextError::Unsaid(format!(
+                "it never merges {left:?} and {right:?}, and a vocabulary with scores would, because {text:?} is a token"
+            )));
+        }
+        scores[id as usize] = -(ranks.get(&id).map_or(merges.len(), |&rank| rank) as f32) - 1.0;
+    }
+    Ok(scores)
+}
+
+/// Texts in which tokenizers differ: numbers, contractions, runs of white space and of line ends, scripts, signs,
+/// capitals within words, code.
+const TEXTS: &[&str] = &[
+    "",
+    " ",
+    "Hello world",
+    " Hello  world ",
+    "I'm, you'RE; they'll've it's 'quoted' I'LL",
+    "0 1 12 123 1234 12345 123456 1,234.56 3½ ٣٤٥ 一二三 ²",
+    "x=1;y=22;z333+4444",
+    "a\nb\n\nc\n\n\nd \n e\r\nf\r\n\r\ng\t\th\t \ti   \n   j",
+    "    indented\n        more {\n\t}\n",
+    "for (int i = 0; i < 10; ++i) { a[i] += b->c(\"%d\\n\", !x && ~y | z); } // done",
+    "HelloWorld helloWorld ABCdef XMLHttpRequest éCOLE Ünder_score __init__ snake_case kebab-case",
+    "https://example.org/a?b=c&d=%20e#f user@example.org",
+    "¿Qué? ¡Olé! «guillemets» “quotes” … — – ‘x’ €5 £6 №7 §8",
+    "Ελληνικά русский עברית العربية हिन्दी ไทย 日本語 中文字符 한국어 አማርኛ",
+    "naïve Zażółć İstanbul ǆ ﬁ",
+    "🙂 👩‍👩‍👧‍👦 🇵🇪 ✊🏽 a🙂b \u{200b}x\u{200d}y\u{feff}z \u{a0}n\u{a0}\u{3000}w\u{2028}l",
+    "!!! ??? ... ,,, --- ___ *** ### $$$ @@@ ((( ))) <<>> [x] {y} `z` ~ ^ | \\ /",
+    "aaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaa                    bbbb\n\n\n\n\n\n\n\n",
+    "the of and to in is that for it as was with be by on not he his are at from this have",
+    "unfathomably antidisestablishmentarianism pneumonoultramicroscopicsilicovolcanoconiosis",
+    "/path/to/file.rs:12:34: error[E0308]: mismatched types\n  --> expected `u32`, found `&str`",
+    "<b>bold</b> <!-- no --> &amp; <x|y> <|z <w|>",
+];
