@@ -6,6 +6,7 @@
 
 use ahash::AHashMap;
 use serde_json::Value;
+use tokenizers::Model;
 
 use crate::config::Config;
 use crate::error::{Result, TextError, one_line};
@@ -13,7 +14,7 @@ use crate::hf::{HfFiles, all_added, build};
 use crate::pretokenize;
 use crate::sentencepiece::ModelProto;
 use crate::spm::SPACE;
-use crate::tokenizer::{EOG_TEXTS, EncodeOptions, Tokenizer};
+use crate::tokenizer::{EOG_TEXTS, EncodeOptions, Encoder, Tokenizer};
 use crate::tokenizer_json::{AddedTokenJson, Decoder, FILE, TokenizerJson};
 use crate::vocab::{VocabSpec, byte_token};
 
@@ -69,7 +70,7 @@ impl Vocab {
         let config = Config::read(files)?;
         let mut notices = Vec::new();
         let mut vocab = match (files.tokenizer_json, files.tokenizer_model) {
-            (Some(json), model) => from_json(json, model, &config, options)?,
+            (Some(json), model) => from_json(json, model, &config, options, &tokenizer)?,
             (None, Some(model)) => from_sentencepiece(model, &config)?,
             (None, None) => Vocab::default(),
         };
@@ -158,6 +159,9 @@ impl Vocab {
                 break;
             }
         }
+        if encode(tokenizer, DECOMPOSED)? != encode(&read, DECOMPOSED)? {
+            notices.push("text whose accents are characters of their own becomes other ids than in the folder".into());
+        }
         let added = tokenizer.added.iter().filter(|token| !token.content.is_empty());
         for token in added {
             let text = format!("a{0} b {0}\n{0}{0}c", token.content);
@@ -212,7 +216,13 @@ impl Vocab {
     }
 }
 
-fn from_json(file: &[u8], model: Option<&[u8]>, config: &Config, options: &ExportOptions) -> Result<Vocab> {
+fn from_json(
+    file: &[u8],
+    model: Option<&[u8]>,
+    config: &Config,
+    options: &ExportOptions,
+    tokenizer: &Tokenizer,
+) -> Result<Vocab> {
     let fault = |e: serde_json::Error| TextError::File { file: FILE, problem: one_line(e) };
     let mut json: TokenizerJson = serde_json::from_slice(file).map_err(fault)?;
     let added = all_added(&json, config);
@@ -222,18 +232,25 @@ fn from_json(file: &[u8], model: Option<&[u8]>, config: &Config, options: &Expor
     for (text, &id) in &json.model.vocab.0 {
         vocab.set(id, text.as_bytes(), NORMAL);
     }
+    if !decoder.byte_level {
+        vocab.set_kinds(json.model.unk_token.as_deref());
+    }
+    added.iter().for_each(|token| vocab.set_added(token));
     if decoder.byte_level {
         vocab.model = "gpt2";
         vocab.pre = match options.pre {
             Some(name) => name.to_string(),
-            None => pretokenize::name_of(&json.pre_tokenizer, json.model.ignore_merges.unwrap_or(false))?.to_string(),
+            None => {
+                let ignored = json.model.ignore_merges.unwrap_or(false);
+                let ignored = (!merges_make_all(tokenizer, &vocab)).then_some(ignored);
+                pretokenize::name_of(&json.pre_tokenizer, ignored)?.to_string()
+            }
         };
         vocab.merges = merges.into_iter().map(joined).collect::<Result<_>>()?;
     } else if decoder.spaces && json.model.byte_fallback.unwrap_or(false) {
         vocab.model = "llama";
         vocab.pre = options.pre.unwrap_or("default").to_string();
         vocab.add_space_prefix = Some(begins_with_space(&json));
-        vocab.set_kinds(json.model.unk_token.as_deref());
         vocab.scores = Some(match model.and_then(|model| same_pieces(model, &vocab)) {
             Some(scores) => scores,
             None => scores(&json, &merges, &added)?,
@@ -242,7 +259,7 @@ fn from_json(file: &[u8], model: Option<&[u8]>, config: &Config, options: &Expor
         let what = "it is neither byte-level BPE nor BPE with spaces as U+2581 and a fallback to bytes";
         return Err(TextError::Unsaid(what.into()));
     }
-    added.iter().for_each(|token| vocab.set_added(token));
+    vocab.fill(0);
     Ok(vocab)
 }
 
@@ -257,6 +274,18 @@ impl Vocab {
             };
         }
     }
+}
+
+/// Whether merging gives every token from its own text, so that taking whole tokens first changes nothing.
+fn merges_make_all(tokenizer: &Tokenizer, vocab: &Vocab) -> bool {
+    let Encoder::Bpe(bpe) = &tokenizer.encoder else { return false };
+    // A model that takes whole tokens first does not show what merging gives.
+    !bpe.model.ignore_merges
+        && vocab.tokens.iter().zip(&vocab.token_type).zip(0..).all(|((text, &kind), id)| {
+            let text = std::str::from_utf8(text).unwrap_or_default();
+            let made = || bpe.model.tokenize(text).ok().is_some_and(|made| made.len() == 1 && made[0].id == id);
+            kind != NORMAL || made()
+        })
 }
 
 /// A merge as GGUF has it, with a space between its sides.
@@ -324,6 +353,10 @@ fn scores(json: &TokenizerJson, merges: &[(String, String)], added: &[AddedToken
     }
     Ok(scores)
 }
+
+/// An accent as a character of its own, which some tokenizers put together with its letter first. GGUF has no such
+/// step, and whoever writes such text is rare.
+const DECOMPOSED: &str = "cafe\u{301} n\u{303}";
 
 /// Texts in which tokenizers differ: numbers, contractions, runs of white space and of line ends, scripts, signs,
 /// capitals within words, code.

@@ -130,10 +130,11 @@ pub(crate) fn find(spec: &VocabSpec) -> Result<&'static PreTokenizer> {
 }
 
 /// The name of the rule that splits text as the `pre_tokenizer` section of a byte-level tokenizer.json does.
+/// `ignore_merges`: what the rule must say of it, if that makes a difference.
 ///
 /// # Errors
 /// [`TextError::UnnamedPreTokenizer`] where no rule has the same expressions in the same order.
-pub(crate) fn name_of(component: &Value, ignore_merges: bool) -> Result<&'static str> {
+pub(crate) fn name_of(component: &Value, ignore_merges: Option<bool>) -> Result<&'static str> {
     let unnamed = || TextError::UnnamedPreTokenizer(shortened(component));
     let steps = match component["pretokenizers"].as_array() {
         Some(steps) => &steps[..],
@@ -142,7 +143,9 @@ pub(crate) fn name_of(component: &Value, ignore_merges: bool) -> Result<&'static
     let mut patterns = Vec::with_capacity(steps.len());
     let [splits @ .., last] = steps else { return Err(unnamed()) };
     for step in splits {
-        patterns.push(pattern(step).ok_or_else(unnamed)?);
+        // Line ends may be written as themselves.
+        let pattern = pattern(step).ok_or_else(unnamed)?;
+        patterns.push(pattern.replace('\r', r"\r").replace('\n', r"\n"));
     }
     // Both default to true.
     let flag = |key: &str| last[key].as_bool().unwrap_or(true);
@@ -151,12 +154,12 @@ pub(crate) fn name_of(component: &Value, ignore_merges: bool) -> Result<&'static
         _ => return Err(unnamed()),
     }
     if flag("use_regex") {
-        patterns.push(GPT2);
+        patterns.push(GPT2.to_string());
     }
-    let same = |rule: &&PreTokenizer| rule.patterns == patterns;
-    let exact = TABLE.iter().find(|rule| same(rule) && rule.ignore_merges == ignore_merges);
-    // Where all tokens can be merged, ignoring merges changes nothing; who asks compares the ids.
-    exact.or_else(|| TABLE.iter().find(same)).map(|rule| rule.names[0]).ok_or_else(unnamed)
+    let same = |rule: &&PreTokenizer| {
+        rule.patterns == patterns && ignore_merges.is_none_or(|ignored| ignored == rule.ignore_merges)
+    };
+    TABLE.iter().find(same).map(|rule| rule.names[0]).ok_or_else(unnamed)
 }
 
 /// The expression that a step cuts out, if it cuts out whole matches and keeps them.

@@ -48,7 +48,11 @@ pub struct Plan<'a> {
     /// One for each tensor of the header.
     jobs: Vec<Job>,
     notices: Vec<String>,
+    misfits: IndexMap<Misfit, Vec<String>>,
 }
+
+/// Why tensors get another format than the one asked for: the one they get, the other one, the length of their rows.
+type Misfit = (DType, DType, usize);
 
 /// Where a tensor's elements come from.
 enum Job {
@@ -87,7 +91,8 @@ impl<'a> Plan<'a> {
     /// [`Error::Quantize`] for a format that is only read, [`Error::Convert`] for a model that GGUF cannot describe, and
     /// whatever keeps the model from being loaded.
     pub fn new(source: &'a Source, out: impl AsRef<Path>, target: Target) -> Result<Plan<'a>, Error> {
-        let mut plan = Plan { source, header: Header::new(out), jobs: Vec::new(), notices: Vec::new() };
+        let (jobs, notices, misfits) = Default::default();
+        let mut plan = Plan { source, header: Header::new(out), jobs, notices, misfits };
         if let Target::Format(dtype) = target
             && !dtype.can_quantize()
         {
@@ -96,6 +101,11 @@ impl<'a> Plan<'a> {
         match source {
             Source::Folder(folder) => plan.folder(folder, target)?,
             Source::Gguf(gguf) => plan.gguf(gguf, target)?,
+        }
+        for ((to, wanted, cols), parts) in std::mem::take(&mut plan.misfits) {
+            let (parts, len) = (parts.join(", "), wanted.format().block_len);
+            let (to, wanted) = (to.name(), wanted.name());
+            plan.note(format!("{to} for rows of {cols}, which are not whole blocks of {wanted} ({len}): {parts}"));
         }
         Ok(plan)
     }
@@ -165,7 +175,7 @@ impl<'a> Plan<'a> {
             let tensor = Tensor { name: &name, dims: shape.len(), cols, is_head };
             let own = self.own_format(folder, &from)?;
             let (to, wanted) = if tensor.is_bulk() { tensor.format(own, target) } else { (DType::F32, None) };
-            self.note_fallback(&name, cols, to, wanted);
+            self.note_misfit(&name, cols, to, wanted);
             self.header.tensor(&name, &shape, TensorType::Weight(to))?;
             let is_rotated = ["attn_q.weight", "attn_k.weight", "attn_q.bias", "attn_k.bias"];
             let pairs = pairs.filter(|_| is_rotated.iter().any(|end| name.ends_with(end)));
@@ -237,7 +247,7 @@ impl<'a> Plan<'a> {
             let (ty, job) = match info.ty {
                 TensorType::Weight(own) if tensor.is_bulk() && is_part(&info.name) => {
                     let (to, wanted) = tensor.format(own, target);
-                    self.note_fallback(&info.name, info.cols(), to, wanted);
+                    self.note_misfit(&info.name, info.cols(), to, wanted);
                     if to != own && own.format().arith != Arith::Float && to.format().arith != Arith::Float {
                         self.note("some weights are quantized already: quantizing them again loses more than \
                                    quantizing the original would".into());
@@ -253,13 +263,16 @@ impl<'a> Plan<'a> {
         Ok(())
     }
 
-    fn note_fallback(&mut self, name: &str, cols: usize, to: DType, wanted: Option<DType>) {
-        if let Some(wanted) = wanted {
-            let (to, wanted, len) = (to.name(), wanted.name(), wanted.format().block_len);
-            // One sentence for all layers.
-            let part = name.split_once('.').filter(|(blk, _)| *blk == "blk").and_then(|(_, rest)| rest.split_once('.'));
-            let part = part.map_or(name, |(_, part)| part);
-            self.note(format!("{part} becomes {to}: its rows of {cols} are not whole blocks of {wanted} ({len})"));
+    fn note_misfit(&mut self, name: &str, cols: usize, to: DType, wanted: Option<DType>) {
+        let Some(wanted) = wanted else { return };
+        // Layers are alike.
+        let part = match name.split('.').collect::<Vec<_>>()[..] {
+            ["blk", _, part, ..] | [part, ..] => part,
+            [] => name,
+        };
+        let parts = self.misfits.entry((to, wanted, cols)).or_default();
+        if !parts.iter().any(|known| known == part) {
+            parts.push(part.to_owned());
         }
     }
 

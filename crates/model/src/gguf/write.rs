@@ -307,7 +307,7 @@ impl Writer {
             return Err(Error::tensor(&self.header.path, name, what));
         }
         let (path, total) = (self.header.path, self.total);
-        let error = |e: &io::Error| Error::Write { path: path.clone(), what: reason(e) };
+        let error = |e: &io::Error| Error::Write { path: path.clone(), what: with_size(e, total) };
         let file = self.out.into_inner().map_err(|e| error(e.error()))?;
         // The name must not outlive a crash that the weights do not.
         file.as_file().sync_all().map_err(|e| error(&e))?;
@@ -316,15 +316,21 @@ impl Writer {
     }
 
     fn put(&mut self, bytes: &[u8]) -> Result<(), Error> {
-        self.out.write_all(bytes).map_err(|e| {
-            let full = matches!(e.kind(), io::ErrorKind::StorageFull | io::ErrorKind::QuotaExceeded);
-            let all = if full { format!(" (the file has {} bytes in all)", self.total) } else { String::new() };
-            self.error(reason(&e) + &all)
-        })
+        self.out.write_all(bytes).map_err(|e| self.error(with_size(&e, self.total)))
     }
 
     fn error(&self, what: String) -> Error {
         Error::Write { path: self.header.path.clone(), what }
+    }
+}
+
+/// What the system says, and how much room a file takes that has too little.
+fn with_size(e: &io::Error, total: u64) -> String {
+    match e.kind() {
+        io::ErrorKind::StorageFull | io::ErrorKind::QuotaExceeded | io::ErrorKind::FileTooLarge => {
+            format!("{} (the file has {total} bytes in all)", reason(e))
+        }
+        _ => reason(e),
     }
 }
 
