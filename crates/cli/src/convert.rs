@@ -64,8 +64,12 @@ pub fn run(args: &ConvertArgs) -> Result<(), Error> {
     // A file in the making is removed; without this it would be left behind.
     let interrupted = Arc::new(AtomicBool::new(false));
     let flag = interrupted.clone();
-    ctrlc::set_handler(move || flag.store(true, Ordering::SeqCst))
-        .map_err(|e| Error::Input(format!("Ctrl-C cannot be handled: {e}")))?;
+    let handler = move || {
+        if flag.swap(true, Ordering::SeqCst) {
+            std::process::exit(130);
+        }
+    };
+    ctrlc::set_handler(handler).map_err(|e| Error::Input(format!("Ctrl-C cannot be handled: {e}")))?;
     let mut progress = Progress::new("writing", Unit::Bytes);
     let threads = args.threads.map_or_else(Pool::default_threads, usize::from);
     let written = conversion.write(args.force, threads, &mut |done, total| {

@@ -24,8 +24,11 @@ pub struct Arch {
     /// What the file's metadata cannot say.
     pub adjust: fn(&Keys, &mut Config) -> Result<(), Error>,
     /// Numbers that its metadata gives in another way than [`Config`] has them, for writing it.
-    pub tells: &'static [(&'static str, fn(&Config) -> f32)],
+    pub tells: &'static [(&'static str, Number)],
 }
+
+/// A number of a configuration.
+pub type Number = fn(&Config) -> f32;
 
 /// Where a layer's norms are.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

@@ -101,7 +101,8 @@ fn files_are_those_of_the_other_converter() {
             assert_eq!((&own.shape, own.ty), (&info.shape, info.ty), "{what}: {}", info.name);
             let (own, their) = (ours.data(own).unwrap(), theirs.data(info).unwrap());
             if &*info.name == "rope_freqs.weight" {
-                let numbers = |bytes: &[u8]| bytes.as_chunks().0.iter().map(|b| f32::from_le_bytes(*b)).collect::<Vec<_>>();
+                let numbers =
+                    |bytes: &[u8]| bytes.as_chunks().0.iter().map(|b| f32::from_le_bytes(*b)).collect::<Vec<_>>();
                 for (own, their) in numbers(&own).into_iter().zip(numbers(&their)) {
                     assert!((own - their).abs() <= 1e-6 * their, "{what}: {own} expected {their}");
                 }
@@ -261,7 +262,11 @@ fn rows_that_are_not_whole_blocks_are_named() {
     let all: Vec<DType> = types(&converted.gguf()).into_iter().map(|(_, dtype)| dtype).collect();
     assert!(all.iter().all(|dtype| [DType::F16, DType::F32, DType::Q8_0].contains(dtype)), "{all:?}");
     assert!(converted.notices[0].starts_with("F16 for rows of 24, which are not whole blocks of Q4_K (256): "));
-    assert!(converted.notices[0].ends_with("token_embd, attn_q, attn_k, attn_v, ffn_gate, ffn_up"), "{:?}", converted.notices);
+    assert!(
+        converted.notices[0].ends_with("token_embd, attn_q, attn_k, attn_v, ffn_gate, ffn_up"),
+        "{:?}",
+        converted.notices
+    );
 }
 
 #[test]

@@ -77,7 +77,11 @@ impl Vocab {
         vocab.name = options.name.map(str::to_string);
         vocab.fill(options.rows.unwrap_or(0));
         vocab.set_roles(&tokenizer, &mut notices);
-        vocab.compare(&tokenizer, options.pre.is_some(), &mut notices)?;
+        let is_named = options.pre.is_some() && vocab.model == "gpt2";
+        if options.pre.is_some() && !is_named {
+            notices.push("the name of a pre-tokenizer is left out: one with scores has none".into());
+        }
+        vocab.compare(&tokenizer, is_named, &mut notices)?;
         Ok((vocab, notices))
     }
 
@@ -189,7 +193,6 @@ fn from_sentencepiece(file: &[u8], config: &Config) -> Result<Vocab> {
     let spec = model.spec();
     let mut vocab = Vocab {
         model: "llama",
-        // What llama.cpp's converter writes where it means nothing.
         pre: "default".into(),
         tokens: spec.tokens.iter().map(|text| text.to_vec()).collect(),
         token_type: spec.token_type.clone().unwrap_or_default(),
@@ -249,7 +252,8 @@ fn from_json(
         vocab.merges = merges.into_iter().map(joined).collect::<Result<_>>()?;
     } else if decoder.spaces && json.model.byte_fallback.unwrap_or(false) {
         vocab.model = "llama";
-        vocab.pre = options.pre.unwrap_or("default").to_string();
+        // What llama.cpp's converter writes where it means nothing.
+        vocab.pre = "default".into();
         vocab.add_space_prefix = Some(begins_with_space(&json));
         vocab.scores = Some(match model.and_then(|model| same_pieces(model, &vocab)) {
             Some(scores) => scores,

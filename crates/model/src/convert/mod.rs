@@ -41,6 +41,9 @@ pub type Progress<'a> = dyn FnMut(u64, u64) -> ControlFlow<()> + 'a;
 /// Bytes of a tensor that are copied at a time.
 const PIECE: usize = 1 << 23;
 
+/// Parts of names that the tensors of vision towers have.
+const VISION: [&str; 2] = ["visual", "vision"];
+
 /// What a file will have, and where it comes from.
 pub struct Plan<'a> {
     source: &'a Source,
@@ -165,12 +168,16 @@ impl<'a> Plan<'a> {
         let tables = metadata::describe(folder.path(), arch, &config, &mut self.header)?;
         self.set("general.type", "model");
         self.jobs.extend(tables.iter().map(|(_, values)| Job::Table(values.clone())));
+        if folder.tensors().any(|(name, ..)| VISION.iter().any(|part| name.contains(part))) {
+            self.note("the file holds the text model alone: what sees images is left out".into());
+        }
         let is_tied = folder.shape("output.weight").is_none();
         let pairs = Some([config.head_dim, 2 * config.rope.half()]).filter(|_| arch.interleaved);
         for (name, from) in merged(folder.names()) {
             let shape = folder.shape(&from[0]).ok_or_else(|| folder.missing(&from[0]))?;
             let cols = shape.last().copied().unwrap_or(1);
-            let shape = if from.len() > 1 || name.contains("_exps.") { [&[from.len()], &shape[..]].concat() } else { shape };
+            let shape =
+                if from.len() > 1 || name.contains("_exps.") { [&[from.len()], &shape[..]].concat() } else { shape };
             let is_head = name == "output.weight" || is_tied && name == "token_embd.weight";
             let tensor = Tensor { name: &name, dims: shape.len(), cols, is_head };
             let own = self.own_format(folder, &from)?;
@@ -199,8 +206,11 @@ impl<'a> Plan<'a> {
             let elements: usize = folder.shape(name).unwrap_or_default().iter().product();
             let stored = tensor.place.map_or(usize::MAX, |place| place.range.len());
             if tensor.dtype == DType::F32 && stored < 4 * elements {
-                self.note("weights in FP8 are multiplied with their scales, which only F32 holds without loss: \
-                           choose bf16 for a file of half the size".into());
+                self.note(
+                    "weights in FP8 are multiplied with their scales, which only F32 holds without loss: \
+                           choose bf16 for a file of half the size"
+                        .into(),
+                );
             }
             own = Some(own.map_or(tensor.dtype, |own| if own == tensor.dtype { own } else { DType::F32 }));
         }
@@ -249,8 +259,11 @@ impl<'a> Plan<'a> {
                     let (to, wanted) = tensor.format(own, target);
                     self.note_misfit(&info.name, info.cols(), to, wanted);
                     if to != own && own.format().arith != Arith::Float && to.format().arith != Arith::Float {
-                        self.note("some weights are quantized already: quantizing them again loses more than \
-                                   quantizing the original would".into());
+                        self.note(
+                            "some weights are quantized already: quantizing them again loses more than \
+                                   quantizing the original would"
+                                .into(),
+                        );
                     }
                     let rows = Job::Rows { from: vec![info.name.to_string()], to, pairs: None };
                     (TensorType::Weight(to), if to == own { Job::Copy } else { rows })

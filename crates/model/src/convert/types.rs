@@ -83,3 +83,32 @@ pub fn file_type(dtype: DType) -> u32 {
         DType::NVFP4 => 39,
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_output_has_more_bits_than_the_rest() {
+        let format = |is_head, cols, target| {
+            let tensor = Tensor { name: "output.weight", dims: 2, cols, is_head };
+            tensor.format(DType::F32, Target::Format(target))
+        };
+        assert_eq!(format(false, 512, DType::Q4_K), (DType::Q4_K, None));
+        assert_eq!(format(true, 512, DType::Q4_K), (DType::Q6_K, None));
+        assert_eq!(format(true, 96, DType::Q4_0), (DType::Q8_0, None));
+        assert_eq!(format(true, 512, DType::Q8_0), (DType::Q8_0, None));
+        assert_eq!(format(true, 80, DType::Q4_0), (DType::F16, Some(DType::Q8_0)));
+        assert_eq!(format(false, 96, DType::Q4_K), (DType::Q8_0, Some(DType::Q4_K)));
+        assert_eq!(format(false, 80, DType::Q4_K), (DType::F16, Some(DType::Q4_K)));
+        assert_eq!(format(true, 80, DType::BF16), (DType::BF16, None));
+    }
+
+    #[test]
+    fn every_format_has_a_number() {
+        let mut seen: Vec<u32> = puna_kernels::dtype::FORMATS.iter().map(|format| file_type(format.dtype)).collect();
+        seen.sort();
+        seen.dedup();
+        assert_eq!(seen.len(), puna_kernels::dtype::FORMATS.len());
+    }
+}
