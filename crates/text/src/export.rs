@@ -4,17 +4,20 @@
 //! all that a tokenizer.json can say. What has been written is therefore read again, and must give the same ids on a
 //! list of texts that tell tokenizers apart.
 
+mod compare;
+
 use ahash::AHashMap;
 use serde_json::Value;
 use tokenizers::Model;
 
+use self::compare::Comparison;
 use crate::config::Config;
 use crate::error::{Result, TextError, one_line};
 use crate::hf::{HfFiles, all_added, build};
 use crate::pretokenize;
 use crate::sentencepiece::ModelProto;
 use crate::spm::SPACE;
-use crate::tokenizer::{EOG_TEXTS, EncodeOptions, Encoder, Tokenizer};
+use crate::tokenizer::{EOG_TEXTS, Encoder, Tokenizer};
 use crate::tokenizer_json::{AddedTokenJson, Decoder, FILE, TokenizerJson};
 use crate::vocab::{VocabSpec, byte_token};
 
@@ -81,7 +84,9 @@ impl Vocab {
         if options.pre.is_some() && !is_named {
             notices.push("the name of a pre-tokenizer is left out: one with scores has none".into());
         }
-        vocab.compare(&tokenizer, is_named, &mut notices)?;
+        let comparison = Comparison { vocab: &vocab, meant: &tokenizer, read: Tokenizer::from_vocab(&vocab.spec())? };
+        comparison.texts(is_named, &mut notices)?;
+        comparison.tokens(&mut notices)?;
         Ok((vocab, notices))
     }
 
@@ -146,45 +151,6 @@ impl Vocab {
         if !rest.is_empty() {
             notices.push(format!("the tokens {rest:?} end an answer too, for which GGUF has no more keys"));
         }
-    }
-
-    /// Reads what will be written, and compares.
-    fn compare(&self, tokenizer: &Tokenizer, named: bool, notices: &mut Vec<String>) -> Result<()> {
-        let read = Tokenizer::from_vocab(&self.spec())?;
-        let encode = |tokenizer: &Tokenizer, text: &str| tokenizer.encode(text, EncodeOptions::default());
-        for text in TEXTS {
-            let (meant, got) = (encode(tokenizer, text)?, encode(&read, text)?);
-            if meant != got {
-                let what = format!("read from there, {text:?} would be {got:?}, and is {meant:?}");
-                if !named {
-                    return Err(TextError::Unsaid(one_line(what)));
-                }
-                notices.push(format!("with the pre-tokenizer {}, {}", self.pre, one_line(what)));
-                break;
-            }
-        }
-        if encode(tokenizer, DECOMPOSED)? != encode(&read, DECOMPOSED)? {
-            notices.push("text whose accents are characters of their own becomes other ids than in the folder".into());
-        }
-        let added = tokenizer.added.iter().filter(|token| !token.content.is_empty());
-        for token in added {
-            let text = format!("a{0} b {0}\n{0}{0}c", token.content);
-            if encode(tokenizer, &text)? != encode(&read, &text)? {
-                let token = &token.content;
-                notices.push(format!("text around tokens like {token:?} becomes other ids than in the folder"));
-                break;
-            }
-        }
-        let shows = |id: &u32| tokenizer.token_bytes(*id) == read.token_bytes(*id);
-        if let Some(id) = (0..tokenizer.vocab_size() as u32).find(|id| !shows(id)) {
-            let [meant, got] = [tokenizer, &read].map(|t| t.token_text(id).into_owned());
-            notices.push(format!("token {id} shows as {got:?}, in the folder as {meant:?}"));
-        }
-        if tokenizer.eog_ids() != read.eog_ids() {
-            let (meant, got) = (tokenizer.eog_ids(), read.eog_ids());
-            notices.push(format!("answers end with one of the tokens {got:?}, in the folder of {meant:?}"));
-        }
-        Ok(())
     }
 }
 
@@ -357,34 +323,3 @@ fn scores(json: &TokenizerJson, merges: &[(String, String)], added: &[AddedToken
     }
     Ok(scores)
 }
-
-/// An accent as a character of its own, which some tokenizers put together with its letter first. GGUF has no such
-/// step, and whoever writes such text is rare.
-const DECOMPOSED: &str = "cafe\u{301} n\u{303}";
-
-/// Texts in which tokenizers differ: numbers, contractions, runs of white space and of line ends, scripts, signs,
-/// capitals within words, code.
-const TEXTS: &[&str] = &[
-    "",
-    " ",
-    "Hello world",
-    " Hello  world ",
-    "I'm, you'RE; they'll've it's 'quoted' I'LL",
-    "0 1 12 123 1234 12345 123456 1,234.56 3½ ٣٤٥ 一二三 ²",
-    "x=1;y=22;z333+4444",
-    "a\nb\n\nc\n\n\nd \n e\r\nf\r\n\r\ng\t\th\t \ti   \n   j",
-    "    indented\n        more {\n\t}\n",
-    "for (int i = 0; i < 10; ++i) { a[i] += b->c(\"%d\\n\", !x && ~y | z); } // done",
-    "HelloWorld helloWorld ABCdef XMLHttpRequest éCOLE Ünder_score __init__ snake_case kebab-case",
-    "https://example.org/a?b=c&d=%20e#f user@example.org",
-    "¿Qué? ¡Olé! «guillemets» “quotes” … — – ‘x’ €5 £6 №7 §8",
-    "Ελληνικά русский עברית العربية हिन्दी ไทย 日本語 中文字符 한국어 አማርኛ",
-    "naïve Zażółć İstanbul ǆ ﬁ",
-    "🙂 👩‍👩‍👧‍👦 🇵🇪 ✊🏽 a🙂b \u{200b}x\u{200d}y\u{feff}z \u{a0}n\u{a0}\u{3000}w\u{2028}l",
-    "!!! ??? ... ,,, --- ___ *** ### $$$ @@@ ((( ))) <<>> [x] {y} `z` ~ ^ | \\ /",
-    "aaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaa                    bbbb\n\n\n\n\n\n\n\n",
-    "the of and to in is that for it as was with be by on not he his are at from this have",
-    "unfathomably antidisestablishmentarianism pneumonoultramicroscopicsilicovolcanoconiosis",
-    "/path/to/file.rs:12:34: error[E0308]: mismatched types\n  --> expected `u32`, found `&str`",
-    "<b>bold</b> <!-- no --> &amp; <x|y> <|z <w|>",
-];

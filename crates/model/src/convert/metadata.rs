@@ -1,9 +1,9 @@
 //! A configuration as metadata: the inverse of what `arch.rs` reads, with llama.cpp's names of keys.
 
 use crate::arch::{self, Arch};
-use crate::config::Config;
+use crate::config::{Config, MoeConfig};
 use crate::error::Error;
-use crate::gguf::{Gguf, Header, TensorType};
+use crate::gguf::{Field, Gguf, Header, TensorType};
 use crate::rope::{Rope, Scaling, Yarn, base_frequencies};
 use puna_kernels::DType;
 use std::path::Path;
@@ -20,114 +20,144 @@ const ALIGNMENT: usize = 32;
 /// # Errors
 /// [`Error::Convert`] for a number that GGUF has no room for.
 pub fn describe(from: &Path, arch: &Arch, config: &Config, header: &mut Header) -> Result<Vec<Table>, Error> {
-    let fault = |what: String| Error::Convert { path: from.to_owned(), what };
     header.set("general.architecture", arch.name);
-    let key = |name: &str| format!("{}.{name}", arch.keys.unwrap_or(arch.name));
-    let count = |n: usize| u32::try_from(n).map_err(|_| fault(format!("{n} is more than GGUF can say")));
-    let c = config;
-    for (name, n) in [
-        ("block_count", c.n_layers),
-        ("context_length", c.context_length),
-        ("embedding_length", c.dim),
-        ("feed_forward_length", c.ffn_dim),
-        ("attention.head_count", c.n_heads),
-        ("attention.head_count_kv", c.n_kv_heads),
-        ("attention.key_length", c.head_dim),
-        ("attention.value_length", c.head_dim),
-        ("vocab_size", c.vocab_size),
-        ("rope.dimension_count", 2 * c.rope.half()),
-    ] {
-        header.set(key(name), count(n)?);
-    }
-    header.set(key("attention.layer_norm_rms_epsilon"), c.norm_eps);
-    for (name, number) in [
-        ("attention.scale", Some(c.attn_scale).filter(|&s| s != 1.0 / (c.head_dim as f32).sqrt())),
-        ("attn_logit_softcapping", c.attn_softcap),
-        ("final_logit_softcapping", c.logit_softcap),
-        ("embedding_scale", Some(c.embed_scale).filter(|&s| s != 1.0)),
-        ("residual_scale", Some(c.residual_scale).filter(|&s| s != 1.0)),
-        ("logit_scale", Some(c.logit_scale).filter(|&s| s != 1.0)),
-    ] {
-        if let Some(number) = number {
-            header.set(key(name), number);
-        }
-    }
+    let mut keys = Keys { from, prefix: arch.keys.unwrap_or(arch.name), header };
+    sizes(&mut keys, config)?;
+    numbers(&mut keys, config);
     for (name, number) in arch.tells {
-        header.set(key(name), number(c));
+        keys.set(name, number(config));
     }
-    if let Some(window) = c.windows.iter().flatten().max() {
-        header.set(key("attention.sliding_window"), count(*window)?);
-        if c.windows.contains(&None) {
-            let windowed: Vec<bool> = c.windows.iter().map(Option::is_some).collect();
-            header.set(key("attention.sliding_window_pattern"), windowed);
-        }
+    windows(&mut keys, config)?;
+    if let Some(moe) = &config.moe {
+        experts(&mut keys, moe)?;
     }
-    if c.n_deepstack > 0 {
-        header.set(key("n_deepstack_layers"), count(c.n_deepstack)?);
-    }
-    if let Some(moe) = &c.moe {
-        header.set(key("expert_count"), count(moe.n_experts)?);
-        header.set(key("expert_used_count"), count(moe.routing.used)?);
-        header.set(key("expert_feed_forward_length"), count(moe.ffn_dim)?);
-        header.set(key("expert_weights_norm"), moe.routing.normalize);
-        if moe.shared_ffn_dim > 0 {
-            header.set(key("expert_shared_feed_forward_length"), count(moe.shared_ffn_dim)?);
-        }
-        if moe.routing.sigmoid {
-            header.set(key("expert_gating_func"), 2u32);
-        }
-        if moe.routing.scale != 1.0 {
-            header.set(key("expert_weights_scale"), moe.routing.scale);
-        }
-    }
-    let tables = rotation(&c.rope, key, count, header)?;
+    let tables = rotation(&mut keys, &config.rope)?;
     for (name, values) in &tables {
         header.tensor(name, &[values.len()], TensorType::Weight(DType::F32))?;
     }
     Ok(tables)
 }
 
+/// The keys of one architecture.
+struct Keys<'a> {
+    from: &'a Path,
+    prefix: &'a str,
+    header: &'a mut Header,
+}
+
+impl Keys<'_> {
+    fn set(&mut self, name: &str, value: impl Into<Field>) {
+        self.header.set(format!("{}.{name}", self.prefix), value);
+    }
+
+    fn count(&mut self, name: &str, n: usize) -> Result<(), Error> {
+        let Ok(small) = u32::try_from(n) else {
+            let what = format!("{name} is {n}, which is more than GGUF can say");
+            return Err(Error::Convert { path: self.from.to_owned(), what });
+        };
+        self.set(name, small);
+        Ok(())
+    }
+}
+
+fn sizes(keys: &mut Keys, c: &Config) -> Result<(), Error> {
+    keys.count("block_count", c.n_layers)?;
+    keys.count("context_length", c.context_length)?;
+    keys.count("embedding_length", c.dim)?;
+    keys.count("feed_forward_length", c.ffn_dim)?;
+    keys.count("attention.head_count", c.n_heads)?;
+    keys.count("attention.head_count_kv", c.n_kv_heads)?;
+    keys.count("attention.key_length", c.head_dim)?;
+    keys.count("attention.value_length", c.head_dim)?;
+    keys.count("vocab_size", c.vocab_size)?;
+    if c.n_deepstack > 0 {
+        keys.count("n_deepstack_layers", c.n_deepstack)?;
+    }
+    Ok(())
+}
+
+/// Constants; those that most models do not have, only where they change something.
+fn numbers(keys: &mut Keys, c: &Config) {
+    keys.set("attention.layer_norm_rms_epsilon", c.norm_eps);
+    let unless = |usual: f32, number: f32| Some(number).filter(|&number| number != usual);
+    for (name, number) in [
+        ("attention.scale", unless(1.0 / (c.head_dim as f32).sqrt(), c.attn_scale)),
+        ("attn_logit_softcapping", c.attn_softcap),
+        ("final_logit_softcapping", c.logit_softcap),
+        ("embedding_scale", unless(1.0, c.embed_scale)),
+        ("residual_scale", unless(1.0, c.residual_scale)),
+        ("logit_scale", unless(1.0, c.logit_scale)),
+    ] {
+        if let Some(number) = number {
+            keys.set(name, number);
+        }
+    }
+}
+
+fn windows(keys: &mut Keys, c: &Config) -> Result<(), Error> {
+    let Some(window) = c.windows.iter().flatten().max() else { return Ok(()) };
+    keys.count("attention.sliding_window", *window)?;
+    if c.windows.contains(&None) {
+        keys.set("attention.sliding_window_pattern", c.windows.iter().map(Option::is_some).collect::<Vec<_>>());
+    }
+    Ok(())
+}
+
+fn experts(keys: &mut Keys, moe: &MoeConfig) -> Result<(), Error> {
+    keys.count("expert_count", moe.n_experts)?;
+    keys.count("expert_used_count", moe.routing.used)?;
+    keys.count("expert_feed_forward_length", moe.ffn_dim)?;
+    if moe.shared_ffn_dim > 0 {
+        keys.count("expert_shared_feed_forward_length", moe.shared_ffn_dim)?;
+    }
+    // Architectures differ in what they mean where it is absent.
+    keys.set("expert_weights_norm", moe.routing.normalize);
+    if moe.routing.sigmoid {
+        keys.set("expert_gating_func", 2u32);
+    }
+    if moe.routing.scale != 1.0 {
+        keys.set("expert_weights_scale", moe.routing.scale);
+    }
+    Ok(())
+}
+
 /// The keys of a rotation, and its tables.
-fn rotation(
-    rope: &Rope,
-    key: impl Fn(&str) -> String,
-    count: impl Fn(usize) -> Result<u32, Error>,
-    header: &mut Header,
-) -> Result<Vec<Table>, Error> {
-    header.set(key("rope.freq_base"), rope.theta);
+fn rotation(keys: &mut Keys, rope: &Rope) -> Result<Vec<Table>, Error> {
+    let width = 2 * rope.half();
+    keys.count("rope.dimension_count", width)?;
+    keys.set("rope.freq_base", rope.theta);
     if let Some(sections) = &rope.sections {
         let [t, h, w] = sections.sizes.map(|n| n as i32);
-        header.set(key("rope.dimension_sections"), vec![t, h, w, 0]);
+        keys.set("rope.dimension_sections", vec![t, h, w, 0]);
     }
     match &rope.scaling {
         Scaling::Divided => {
-            let base = base_frequencies(rope.theta, 2 * rope.half());
-            if base == rope.inv_freq {
-                return Ok(Vec::new());
+            let base = base_frequencies(rope.theta, width);
+            if base != rope.inv_freq {
+                let divisors = base.iter().zip(&rope.inv_freq).map(|(base, freq)| base / freq);
+                return Ok(vec![("rope_freqs.weight", divisors.collect())]);
             }
-            let divisors = base.iter().zip(&rope.inv_freq).map(|(base, freq)| base / freq);
-            return Ok(vec![("rope_freqs.weight", divisors.collect())]);
         }
         Scaling::Linear(factor) => {
-            header.set(key("rope.scaling.type"), "linear");
-            header.set(key("rope.scaling.factor"), *factor);
+            keys.set("rope.scaling.type", "linear");
+            keys.set("rope.scaling.factor", *factor);
         }
         Scaling::Yarn(yarn) => {
-            header.set(key("rope.scaling.type"), "yarn");
-            header.set(key("rope.scaling.factor"), yarn.factor);
-            header.set(key("rope.scaling.original_context_length"), count(yarn.original_context)?);
-            header.set(key("rope.scaling.yarn_beta_fast"), yarn.beta_fast);
-            header.set(key("rope.scaling.yarn_beta_slow"), yarn.beta_slow);
-            // Here it multiplies YaRN's own magnitude, and is not in its place.
+            keys.set("rope.scaling.type", "yarn");
+            keys.set("rope.scaling.factor", yarn.factor);
+            keys.count("rope.scaling.original_context_length", yarn.original_context)?;
+            keys.set("rope.scaling.yarn_beta_fast", yarn.beta_fast);
+            keys.set("rope.scaling.yarn_beta_slow", yarn.beta_slow);
+            // In GGUF it multiplies YaRN's own magnitude, and is not in its place.
             let factor = rope.magnitude / Yarn::magnitude(yarn.factor, 1.0);
             if factor != 1.0 {
-                header.set(key("rope.scaling.attn_factor"), factor);
+                keys.set("rope.scaling.attn_factor", factor);
             }
         }
         Scaling::LongRope([short, long]) => {
             let original = rope.long.as_ref().map_or(0, |long| long.original_context);
-            header.set(key("rope.scaling.original_context_length"), count(original)?);
-            header.set(key("rope.scaling.attn_factor"), rope.magnitude);
+            keys.count("rope.scaling.original_context_length", original)?;
+            keys.set("rope.scaling.attn_factor", rope.magnitude);
             return Ok(vec![("rope_factors_long.weight", long.clone()), ("rope_factors_short.weight", short.clone())]);
         }
     }
