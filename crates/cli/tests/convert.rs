@@ -58,6 +58,8 @@ fn folder(name: &str, tokenizer: Option<&str>) -> PathBuf {
     fs::write(path.join("config.json"), config.to_string()).unwrap();
     let sampling = json!({"temperature": 0.25, "top_k": 7, "top_p": 0.5, "repetition_penalty": 1.5});
     fs::write(path.join("generation_config.json"), sampling.to_string()).unwrap();
+    fs::create_dir(path.join("1_Pooling")).unwrap();
+    fs::write(path.join("1_Pooling/config.json"), json!({"pooling_mode_lasttoken": true}).to_string()).unwrap();
     if let Some(model) = tokenizer {
         let from = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../testdata/models").join(model).join("hf");
         for name in ["tokenizer.json", "tokenizer.model", "tokenizer_config.json"] {
@@ -125,6 +127,10 @@ fn a_file_does_what_its_folder_does() {
             assert!(metadata.get(at..until).unwrap_or(&metadata[at..]).contains(value), "{key} in {metadata}");
         }
         assert!(metadata.contains(tokenizer), "{metadata}");
+        // The pooling goes along.
+        let embed = |model| output(&["embed", model, "--file", messages.to_str().unwrap()]);
+        assert!(metadata.contains("llama.pooling_type"), "{metadata}");
+        assert_eq!(embed(file), embed(model));
     }
 }
 

@@ -45,7 +45,7 @@ impl Converted {
 fn convert(path: &Path, target: Target) -> Result<Converted, Error> {
     let source = Source::open(path)?;
     let folder = tempfile::tempdir().unwrap();
-    let plan = Plan::new(&source, folder.path().join("model.gguf"), target)?;
+    let plan = Plan::new(&source, folder.path().join("model.gguf"), target, true)?;
     let notices = plan.notices().to_vec();
     let (mut seen, mut total) = (0, 0);
     let written = plan.write(false, &Pool::new(3), &mut |done, all| {
@@ -208,6 +208,12 @@ fn what_gguf_cannot_say_is_refused() {
     let layers = Small::dense("smollm3").with("no_rope_layers", json!([0, 1]));
     assert!(refusal(&layers).contains("layers [0] do not rotate"), "{}", refusal(&layers));
     assert!(refusal(&Small::dense("llama").without_tensors("layers.1.mlp.up")).contains("layers.1.mlp.up_proj.weight"));
+    let headless = Small::dense("llama").without_tensors("lm_head");
+    assert!(refusal(&headless).contains("lm_head.weight"), "{}", refusal(&headless));
+    let made = headless.made();
+    let source = Source::open(made.path()).unwrap();
+    let plan = Plan::new(&source, "x.gguf", Target::Keep, false).unwrap();
+    assert!(plan.notices()[0].contains("no output projection"), "{:?}", plan.notices());
     let made = Small::dense("llama").made();
     let error = convert(&made.path(), Target::Format(DType::IQ1_S)).err().unwrap();
     assert_eq!(error, Error::Quantize { dtype: DType::IQ1_S });
@@ -330,7 +336,7 @@ fn who_stops_gets_no_file() {
     let source = Source::open(made.path()).unwrap();
     let folder = tempfile::tempdir().unwrap();
     let out = folder.path().join("model.gguf");
-    let plan = Plan::new(&source, &out, Target::Keep).unwrap();
+    let plan = Plan::new(&source, &out, Target::Keep, true).unwrap();
     let error = plan.write(false, &Pool::new(1), &mut |_, _| ControlFlow::Break(())).unwrap_err();
     assert_eq!(error, Error::Stopped { path: out });
     assert_eq!(std::fs::read_dir(folder.path()).unwrap().count(), 0);

@@ -2,6 +2,7 @@
 
 use crate::error::Error;
 use crate::files::ModelFiles;
+use crate::pooling::Declared;
 use crate::sampler::PartialSampling;
 use puna_kernels::Pool;
 use puna_model::convert::{Plan, Progress, Target, Written};
@@ -39,7 +40,9 @@ impl<'a> Conversion<'a> {
     /// # Errors
     /// Those of [`Plan::new`], and [`Error::Text`] for a tokenizer that a GGUF file cannot hold.
     pub fn new(files: &'a ModelFiles, out: &Path, options: &ConvertOptions) -> Result<Conversion<'a>, Error> {
-        let plan = Plan::new(files.source(), out, options.target)?;
+        // Whoever declares a pooling means embeddings, which need no output.
+        let pooling = files.embedding().unwrap_or_default().pooling;
+        let plan = Plan::new(files.source(), out, options.target, pooling.is_none())?;
         let notices = plan.notices().to_vec();
         let mut conversion = Conversion { plan, notices };
         match files.source() {
@@ -74,6 +77,17 @@ impl<'a> Conversion<'a> {
             self.plan.set("general.name", name.clone());
         }
         self.sampling(files.sampling());
+        let embedding = files.embedding().unwrap_or_else(|e| {
+            self.notices.push(format!("how texts become embeddings is left out: {e}"));
+            Declared::default()
+        });
+        if let Some(pooling) = embedding.pooling {
+            let (arch, _) = folder.config()?;
+            self.plan.set(format!("{}.pooling_type", arch.name), pooling.number());
+        }
+        if embedding.normalize {
+            self.notices.push("that vectors are divided by their length is left out: GGUF has no key for it".into());
+        }
         if files.tokenizer().is_none() {
             self.notices.push("the folder has no tokenizer, and so has the file: only token ids can be used".into());
             self.plan.set("tokenizer.ggml.model", "none");

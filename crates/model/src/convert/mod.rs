@@ -9,7 +9,7 @@
 //! use std::ops::ControlFlow;
 //!
 //! let source = Source::open("Qwen3-0.6B")?;
-//! let mut plan = Plan::new(&source, "qwen3.gguf", Target::Keep)?;
+//! let mut plan = Plan::new(&source, "qwen3.gguf", Target::Keep, true)?;
 //! plan.set("general.name", "Qwen3 0.6B");
 //! plan.write(false, &Pool::new(4), &mut |_, _| ControlFlow::Continue(()))?;
 //! # Ok::<(), puna_model::Error>(())
@@ -88,12 +88,13 @@ impl<'a> Plan<'a> {
     ///
     /// Metadata of GGUF files is copied; that of a folder is written anew, without a tokenizer. Norms, biases and
     /// routers become F32 in any case. Rows that are not whole blocks of the format become Q8_0, or F16; and formats
-    /// of fewer bits leave the output in Q6_K, as in llama.cpp.
+    /// of fewer bits leave the output in Q6_K, as in llama.cpp. `head`: a folder must have an output projection; readers
+    /// of a file without one take the embedding in its place.
     ///
     /// # Errors
     /// [`Error::Quantize`] for a format that is only read, [`Error::Convert`] for a model that GGUF cannot describe, and
     /// whatever keeps the model from being loaded.
-    pub fn new(source: &'a Source, out: impl AsRef<Path>, target: Target) -> Result<Plan<'a>, Error> {
+    pub fn new(source: &'a Source, out: impl AsRef<Path>, target: Target, head: bool) -> Result<Plan<'a>, Error> {
         let (jobs, notices, misfits) = Default::default();
         let mut plan = Plan { source, header: Header::new(out), jobs, notices, misfits };
         if let Target::Format(dtype) = target
@@ -102,7 +103,7 @@ impl<'a> Plan<'a> {
             return Err(Error::Quantize { dtype });
         }
         match source {
-            Source::Folder(folder) => plan.folder(folder, target)?,
+            Source::Folder(folder) => plan.folder(folder, target, head)?,
             Source::Gguf(gguf) => plan.gguf(gguf, target)?,
         }
         for ((to, wanted, cols), parts) in std::mem::take(&mut plan.misfits) {
@@ -161,13 +162,18 @@ impl<'a> Plan<'a> {
         Error::Convert { path: self.source.path().to_owned(), what }
     }
 
-    fn folder(&mut self, folder: &Folder, target: Target) -> Result<(), Error> {
+    fn folder(&mut self, folder: &Folder, target: Target, head: bool) -> Result<(), Error> {
         let (arch, config) = folder.config()?;
         // What is bound is whole: every part is there and of the right shape, and there is no other.
-        bind(folder, arch, &config)?;
+        bind(folder, arch, &config, head || folder.missing_head().is_none())?;
         let tables = metadata::describe(folder.path(), arch, &config, &mut self.header)?;
         self.set("general.type", "model");
         self.jobs.extend(tables.iter().map(|(_, values)| Job::Table(values.clone())));
+        if folder.missing_head().is_some() {
+            self.note(
+                "the folder has no output projection: the file is good for embeddings, and its logits are not".into(),
+            );
+        }
         if folder.tensors().any(|(name, ..)| VISION.iter().any(|part| name.contains(part))) {
             self.note("the file holds the text model alone: what sees images is left out".into());
         }
