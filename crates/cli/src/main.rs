@@ -4,6 +4,7 @@
 
 mod bench;
 mod chat;
+mod convert;
 mod embed;
 mod error;
 mod eval;
@@ -30,6 +31,8 @@ struct Cli {
 enum Command {
     /// Measure the speed of prompts, generation and batches
     Bench(bench::BenchArgs),
+    /// Write a model as one GGUF file: from a Hugging Face folder, or from GGUF files in parts or of another type
+    Convert(convert::ConvertArgs),
     /// Turn token ids into text
     Detokenize(tokenize::DetokenizeArgs),
     /// Turn texts into vectors, one JSON object a line
@@ -51,6 +54,7 @@ enum Command {
 fn main() -> ExitCode {
     let result = match Cli::parse().command {
         Command::Bench(args) => bench::run(&args),
+        Command::Convert(args) => convert::run(&args),
         Command::Detokenize(args) => tokenize::detokenize(&args),
         Command::Embed(args) => embed::run(&args),
         Command::Eval(args) => eval::run(&args),

@@ -4,7 +4,7 @@
 use crate::config::{Config, MoeConfig};
 use crate::error::{Error, escape};
 use crate::gguf::{Gguf, Metadata, Value};
-use crate::rope::{LongRope, Rope, Sections, Yarn, base_frequencies, scaled_frequencies};
+use crate::rope::{LongRope, Rope, Scaling, Sections, Yarn, base_frequencies, scaled_frequencies};
 use puna_kernels::ops::{Activation, Routing};
 
 /// An architecture that puna computes.
@@ -23,7 +23,12 @@ pub struct Arch {
     pub moe_needs: &'static [&'static str],
     /// What the file's metadata cannot say.
     pub adjust: fn(&Keys, &mut Config) -> Result<(), Error>,
+    /// Numbers that its metadata gives in another way than [`Config`] has them, for writing it.
+    pub tells: &'static [(&'static str, Number)],
 }
+
+/// A number of a configuration.
+pub type Number = fn(&Config) -> f32;
 
 /// Where a layer's norms are.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -43,6 +48,7 @@ const PLAIN: Arch = Arch {
     needs: &[],
     moe_needs: &[],
     adjust: |_, _| Ok(()),
+    tells: &[],
 };
 
 const QKV_BIAS: &[&str] = &["attn_q.bias", "attn_k.bias", "attn_v.bias"];
@@ -69,7 +75,13 @@ pub static ARCHS: &[Arch] = &[
     Arch { name: "phi3", ..PLAIN },
     Arch { name: "minimax-m2", needs: QK_NORM, moe_needs: &["exp_probs_b.bias"], adjust: minimax, ..PLAIN },
     Arch { name: "smollm3", interleaved: true, adjust: smollm3, ..PLAIN },
-    Arch { name: "granite", interleaved: true, adjust: granite, ..PLAIN },
+    Arch {
+        name: "granite",
+        interleaved: true,
+        adjust: granite,
+        tells: &[("logit_scale", |config| 1.0 / config.logit_scale)],
+        ..PLAIN
+    },
     Arch { name: "olmo2", norms: Norms::After, needs: QK_NORM, ..PLAIN },
 ];
 
@@ -369,14 +381,17 @@ fn rope(gguf: &Gguf, keys: &Keys, head_dim: usize) -> Result<Rope, Error> {
         Some(factor) => Ok(factor),
         None => Err(keys.error("rope.scaling.factor", "missing")),
     };
+    let mut scaling = Scaling::Divided;
     let (kind, mut inv_freq, magnitude) = match kind {
         "none" => ("none", base_frequencies(theta, width), 1.0),
         "linear" => {
             let factor = factor()?;
+            scaling = Scaling::Linear(factor);
             ("linear", base_frequencies(theta, width).into_iter().map(|f| f / factor).collect(), 1.0)
         }
         "yarn" => {
             let (yarn, magnitude) = yarn(keys, factor()?)?;
+            scaling = Scaling::Yarn(yarn);
             ("yarn", yarn.frequencies(theta, width), magnitude)
         }
         // The lists of factors say it all.
@@ -389,7 +404,7 @@ fn rope(gguf: &Gguf, keys: &Keys, head_dim: usize) -> Result<Rope, Error> {
             return Err(keys.error("rope.scaling.type", what));
         }
     };
-    let mut rope = Rope { inv_freq: Vec::new(), long: None, sections: None, magnitude, kind, theta };
+    let mut rope = Rope { inv_freq: Vec::new(), long: None, sections: None, magnitude, kind, theta, scaling };
     if let Some(divisors) = frequency_factors(gguf, "rope_freqs.weight", width / 2)? {
         for (freq, divisor) in inv_freq.iter_mut().zip(divisors) {
             *freq /= divisor;
@@ -407,6 +422,7 @@ fn rope(gguf: &Gguf, keys: &Keys, head_dim: usize) -> Result<Rope, Error> {
             rope.magnitude = keys.positive("rope.scaling.attn_factor")?.unwrap_or(1.0);
             rope.long = Some(LongRope { original_context, inv_freq: scaled_frequencies(theta, width, &long) });
             inv_freq = scaled_frequencies(theta, width, &short);
+            rope.scaling = Scaling::LongRope([short, long]);
         }
         (short, _) => {
             let name = if short.is_some() { lists[1] } else { lists[0] };

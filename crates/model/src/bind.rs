@@ -369,8 +369,7 @@ impl Binder<'_> {
                 let what = format!("the model has only {} layers", self.config.n_layers);
                 return Err(self.from.error(&name, what));
             }
-            let in_model = !ELSEWHERE.iter().any(|start| name.starts_with(start));
-            if in_model && !read.contains(&*name) && !HARMLESS.iter().any(|part| name.contains(part)) {
+            if is_part(&name) && !read.contains(&*name) {
                 let what = format!(
                     "nothing in architecture {} reads it: the model needs what puna does not have",
                     self.config.arch
@@ -384,6 +383,11 @@ impl Binder<'_> {
 
 /// Matrices that no rows of a large product go through, and whose errors cost most.
 const NO_PROJECTIONS: &[&str] = &["token_embd.", "ffn_gate_inp"];
+
+/// Whether a tensor is a part of the text model's weights.
+pub fn is_part(name: &str) -> bool {
+    !ELSEWHERE.iter().any(|start| name.starts_with(start)) && !HARMLESS.iter().any(|part| name.contains(part))
+}
 
 /// Tensors of a vision or audio tower that a file has beside the text model, and what `arch.rs` reads.
 const ELSEWHERE: &[&str] = &["v.", "a.", "mm.", "rope_freqs", "rope_factors_"];

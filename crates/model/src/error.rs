@@ -113,6 +113,28 @@ pub enum Error {
         /// What was expected and what was found.
         what: String,
     },
+    /// A model cannot be written in the form that was asked for.
+    #[error("{}: cannot be converted: {what}", shown(path))]
+    Convert {
+        /// The model's file or folder.
+        path: PathBuf,
+        /// What keeps it from being written.
+        what: String,
+    },
+    /// A file cannot be written.
+    #[error("{}: cannot be written: {what}", shown(path))]
+    Write {
+        /// The file.
+        path: PathBuf,
+        /// Why not.
+        what: String,
+    },
+    /// Who asked for a file stopped its making.
+    #[error("{}: stopped before the file was complete; nothing was written", shown(path))]
+    Stopped {
+        /// The file.
+        path: PathBuf,
+    },
     /// The batch does not fit the model or the cache.
     #[error("the batch cannot be computed: {what}")]
     Batch {

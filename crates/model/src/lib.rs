@@ -11,6 +11,7 @@ pub mod batch;
 pub mod bind;
 pub mod checkpoint;
 pub mod config;
+pub mod convert;
 pub mod cpu;
 pub mod error;
 pub mod forward;

@@ -18,8 +18,23 @@ pub struct Rope {
     pub magnitude: f32,
     /// The kind of scaling, for people.
     pub kind: &'static str,
-    /// The base, for people.
+    /// The base.
     pub theta: f32,
+    /// What the frequencies were made from.
+    pub scaling: Scaling,
+}
+
+/// What a rotation's frequencies were made from, beside its base: what a file says of it.
+#[derive(Clone, Debug, PartialEq)]
+pub enum Scaling {
+    /// The frequencies say it all: those of the base, each divided by some number.
+    Divided,
+    /// All are divided by this factor.
+    Linear(f32),
+    /// YaRN.
+    Yarn(Yarn),
+    /// Factors of each pair: in short sequences, in long ones.
+    LongRope([Vec<f32>; 2]),
 }
 
 /// Longrope: sequences longer than the original context turn by other frequencies, from the first position on.

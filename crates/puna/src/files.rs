@@ -93,6 +93,19 @@ impl ModelFiles {
         self.embedding.clone()
     }
 
+    pub(crate) fn source(&self) -> &Source {
+        &self.source
+    }
+
+    /// Calls `read` with the files of a folder's tokenizer; there are none in a GGUF file.
+    pub(crate) fn with_tokenizer_files<T>(&self, read: impl FnOnce(&HfFiles) -> T) -> Result<T, Error> {
+        let read = |files: Option<&TokenizerFiles>| read(&files.map(TokenizerFiles::borrowed).unwrap_or_default());
+        match self.source.folder() {
+            Some(folder) => Ok(read(Some(&TokenizerFiles::read(folder)?))),
+            None => Ok(read(None)),
+        }
+    }
+
     pub(crate) fn into_parts(self) -> (Source, Option<Tokenizer>, Option<String>, PartialSampling) {
         (self.source, self.tokenizer, self.template, self.sampling)
     }
@@ -167,30 +180,50 @@ fn check_size(path: &Path, tokenizer: &Tokenizer, rows: Option<usize>) -> Result
     }
 }
 
+/// The files of a folder's tokenizer.
+struct TokenizerFiles {
+    tokenizer_json: Option<Bytes>,
+    tokenizer_model: Option<Bytes>,
+    tokenizer_config: Option<Bytes>,
+    special_tokens_map: Option<Bytes>,
+    added_tokens: Option<Bytes>,
+    generation_config: Option<Bytes>,
+    config: Option<Bytes>,
+}
+
+impl TokenizerFiles {
+    fn read(folder: &Folder) -> Result<TokenizerFiles, Error> {
+        Ok(TokenizerFiles {
+            tokenizer_json: folder.file("tokenizer.json")?,
+            tokenizer_model: folder.file("tokenizer.model")?,
+            tokenizer_config: folder.file("tokenizer_config.json")?,
+            special_tokens_map: folder.file("special_tokens_map.json")?,
+            added_tokens: folder.file("added_tokens.json")?,
+            generation_config: folder.file("generation_config.json")?,
+            config: folder.file("config.json")?,
+        })
+    }
+
+    fn borrowed(&self) -> HfFiles<'_> {
+        HfFiles {
+            tokenizer_json: self.tokenizer_json.as_deref(),
+            tokenizer_model: self.tokenizer_model.as_deref(),
+            tokenizer_config: self.tokenizer_config.as_deref(),
+            special_tokens_map: self.special_tokens_map.as_deref(),
+            added_tokens: self.added_tokens.as_deref(),
+            generation_config: self.generation_config.as_deref(),
+            config: self.config.as_deref(),
+        }
+    }
+}
+
 /// The tokenizer of a folder; `None` where it has no file of one.
 fn folder_tokenizer(folder: &Folder) -> Result<Option<Tokenizer>, Error> {
-    let file = |name: &str| folder.file(name);
-    let [json, model, config] = ["tokenizer.json", "tokenizer.model", "tokenizer_config.json"].map(file);
-    let [special, added, generation, model_config] =
-        ["special_tokens_map.json", "added_tokens.json", "generation_config.json", "config.json"].map(file);
-    let (json, model, config, special) = (json?, model?, config?, special?);
-    let (added, generation, model_config) = (added?, generation?, model_config?);
-    if json.is_none() && model.is_none() {
+    let files = TokenizerFiles::read(folder)?;
+    if files.tokenizer_json.is_none() && files.tokenizer_model.is_none() {
         return Ok(None);
     }
-    fn bytes(file: &Option<Bytes>) -> Option<&[u8]> {
-        file.as_deref()
-    }
-    let files = HfFiles {
-        tokenizer_json: bytes(&json),
-        tokenizer_model: bytes(&model),
-        tokenizer_config: bytes(&config),
-        special_tokens_map: bytes(&special),
-        added_tokens: bytes(&added),
-        generation_config: bytes(&generation),
-        config: bytes(&model_config),
-    };
-    let tokenizer = Tokenizer::from_hf(&files).map_err(|e| Error::text(folder.path(), e))?;
+    let tokenizer = Tokenizer::from_hf(&files.borrowed()).map_err(|e| Error::text(folder.path(), e))?;
     let rows = folder.shape("token_embd.weight").and_then(|shape| shape.first().copied());
     check_size(folder.path(), &tokenizer, rows)?;
     Ok(Some(tokenizer))

@@ -18,6 +18,7 @@
 #![forbid(unsafe_code)]
 
 mod chat;
+pub mod convert;
 pub mod embed;
 pub mod engine;
 pub mod error;
@@ -27,6 +28,7 @@ pub mod request;
 pub mod sampler;
 mod sequence;
 
+pub use convert::{Conversion, ConvertOptions};
 pub use embed::EmbedOptions;
 pub use engine::{Engine, EngineOptions};
 pub use error::Error;

@@ -36,6 +36,17 @@ impl Pooling {
     }
 }
 
+impl Pooling {
+    /// `pooling_type` of a GGUF file.
+    pub(crate) fn number(self) -> u32 {
+        match self {
+            Pooling::Mean => 1,
+            Pooling::Cls => 2,
+            Pooling::Last => 3,
+        }
+    }
+}
+
 impl Display for Pooling {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.pad(self.name())

@@ -95,6 +95,15 @@ pub enum TextError {
         /// What is wrong with it.
         problem: String,
     },
+    /// A pre-tokenizer that has no name in GGUF.
+    #[error(
+        "tokenizer.json: GGUF has no name for the pre-tokenizer {0}: say which of tokenizer.ggml.pre's names splits \
+         text alike (--pre)"
+    )]
+    UnnamedPreTokenizer(String),
+    /// A tokenizer that a GGUF file cannot hold.
+    #[error("GGUF cannot hold this tokenizer: {0}")]
+    Unsaid(String),
     /// The tokenizer library refused a text; a checked vocabulary does not lead here.
     #[error("the text cannot be encoded: {0}")]
     Encode(String),

@@ -108,7 +108,7 @@ fn from_json(file: &[u8], config: &Config) -> Result<Tokenizer> {
 
 /// The file's added tokens, then the configs', which overrule it. A token that the model's vocabulary has keeps its
 /// id there, as in the `tokenizers` crate.
-fn all_added(json: &TokenizerJson, config: &Config) -> Vec<AddedTokenJson> {
+pub(crate) fn all_added(json: &TokenizerJson, config: &Config) -> Vec<AddedTokenJson> {
     let vocab = &json.model.vocab.0;
     let mut added: Vec<AddedTokenJson> = Vec::new();
     for token in &json.added_tokens {

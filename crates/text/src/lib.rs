@@ -30,6 +30,7 @@ mod added;
 mod bpe;
 mod config;
 mod error;
+mod export;
 mod hf;
 mod pretokenize;
 mod sentencepiece;
@@ -42,6 +43,7 @@ mod tokenizer_json;
 mod vocab;
 
 pub use error::TextError;
+pub use export::{ExportOptions, Vocab};
 pub use hf::HfFiles;
 pub use stop::{StopMatcher, StopStep};
 pub use stream::TokenStream;

@@ -5,6 +5,7 @@
 //! tokenizer.json files (they agree with llama.cpp's `llama-vocab.cpp`, which writes some of them differently for its
 //! own regex engine). Names and flags are llama.cpp's.
 
+use serde_json::Value;
 use tokenizers::pre_tokenizers::PreTokenizerWrapper;
 use tokenizers::pre_tokenizers::byte_level::ByteLevel;
 use tokenizers::pre_tokenizers::sequence::Sequence;
@@ -126,6 +127,62 @@ pub(crate) fn find(spec: &VocabSpec) -> Result<&'static PreTokenizer> {
     };
     let rule = TABLE.iter().find(|rule| rule.names.contains(&name));
     rule.ok_or_else(|| TextError::UnknownPreTokenizer(name.to_string()))
+}
+
+/// The name of the rule that splits text as the `pre_tokenizer` section of a byte-level tokenizer.json does.
+/// `ignore_merges`: what the rule should say of it, if that makes a difference.
+///
+/// # Errors
+/// [`TextError::UnnamedPreTokenizer`] where no rule has the same expressions in the same order.
+pub(crate) fn name_of(component: &Value, ignore_merges: Option<bool>) -> Result<&'static str> {
+    let unnamed = || TextError::UnnamedPreTokenizer(shortened(component));
+    let steps = match component["pretokenizers"].as_array() {
+        Some(steps) => &steps[..],
+        None => std::slice::from_ref(component),
+    };
+    let mut patterns = Vec::with_capacity(steps.len());
+    let [splits @ .., last] = steps else { return Err(unnamed()) };
+    for step in splits {
+        // Line ends may be written as themselves.
+        let pattern = pattern(step).ok_or_else(unnamed)?;
+        patterns.push(pattern.replace('\r', r"\r").replace('\n', r"\n"));
+    }
+    // Both default to true.
+    let flag = |key: &str| last[key].as_bool().unwrap_or(true);
+    match last["type"].as_str() {
+        Some("ByteLevel") if !flag("add_prefix_space") => {}
+        _ => return Err(unnamed()),
+    }
+    if flag("use_regex") {
+        patterns.push(GPT2.to_string());
+    }
+    let same = |rule: &&PreTokenizer| rule.patterns == patterns;
+    let exact = |rule: &&PreTokenizer| same(rule) && ignore_merges.is_none_or(|ignored| ignored == rule.ignore_merges);
+    // Few tokens are not what merging gives, and who asks compares all of them.
+    let rule = TABLE.iter().find(exact).or_else(|| TABLE.iter().find(same));
+    rule.map(|rule| rule.names[0]).ok_or_else(unnamed)
+}
+
+/// The expression that a step cuts out, if it cuts out whole matches and keeps them.
+fn pattern(step: &Value) -> Option<&str> {
+    match step["type"].as_str()? {
+        "Split" => match (step["behavior"].as_str()?, step["invert"].as_bool().unwrap_or(false)) {
+            // The expressions of the table leave nothing between matches that could be removed.
+            ("Isolated", false) | ("Removed", true) => step["pattern"]["Regex"].as_str(),
+            _ => None,
+        },
+        "Digits" if step["individual_digits"] == true => Some(r"\p{N}"),
+        "Digits" => Some(r"\p{N}+"),
+        _ => None,
+    }
+}
+
+/// One short line of JSON.
+fn shortened(component: &Value) -> String {
+    const SHOWN: usize = 200;
+    let text = component.to_string();
+    let cut: String = text.chars().take(SHOWN).collect();
+    if cut.len() < text.len() { cut + "…" } else { cut }
 }
 
 impl PreTokenizer {

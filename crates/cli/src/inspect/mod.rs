@@ -8,6 +8,8 @@ mod gguf;
 mod report;
 mod text;
 
+pub use text::bytes;
+
 use crate::error::Error;
 use clap::Args;
 use puna_kernels::KvType;

@@ -310,7 +310,7 @@ fn ranges(numbers: &[usize]) -> String {
 }
 
 /// A size with three digits or more, in powers of 1000.
-fn bytes(n: u64) -> String {
+pub fn bytes(n: u64) -> String {
     let (mut x, mut unit) = (n as f64, 0);
     const UNITS: [&str; 7] = ["B", "kB", "MB", "GB", "TB", "PB", "EB"];
     while x >= 999.5 && unit + 1 < UNITS.len() {

@@ -24,6 +24,7 @@ mod meta;
 mod split;
 mod tensor;
 mod value;
+mod write;
 
 use std::path::{Path, PathBuf};
 
@@ -41,6 +42,7 @@ pub(crate) use container::lookalike;
 pub use meta::Metadata;
 pub use tensor::{OtherType, TensorInfo, TensorType};
 pub use value::{Array, Elements, FromValue, Strings, Value, ValueType};
+pub use write::{Element, Field, Header, Writer};
 
 /// A model in GGUF: one file, or all files of a split one.
 #[derive(Debug)]

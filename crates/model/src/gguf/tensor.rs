@@ -13,7 +13,7 @@ use super::cursor::{Cursor, What};
 use crate::error::escape;
 
 /// Longest tensor name in bytes. The format allows 64; ggml takes 63.
-const MAX_NAME: usize = 64;
+pub(super) const MAX_NAME: usize = 64;
 
 /// Most tensors in a file. The largest known models of one tensor an expert have under 80,000; the limit bounds the
 /// memory a hostile file can take.
@@ -83,6 +83,14 @@ impl TensorType {
         match REMOVED.iter().find(|t| t.0 == id) {
             Some((_, name)) => Err(format!("type {id} ({name}) was removed from the format")),
             None => Err(format!("unknown tensor type {id}")),
+        }
+    }
+
+    /// Its number in the file.
+    pub fn id(self) -> u32 {
+        match self {
+            TensorType::Weight(dtype) => dtype as u32,
+            TensorType::Other(t) => t.id,
         }
     }
 
@@ -203,7 +211,7 @@ fn read_rest(cur: &mut Cursor<'_>, name: &str, shard: usize) -> Result<TensorInf
 }
 
 /// Bytes of a tensor; checks that its elements can be counted and its rows are whole blocks.
-fn size(shape: &[u64], ty: TensorType) -> Result<u64, What> {
+pub(super) fn size(shape: &[u64], ty: TensorType) -> Result<u64, What> {
     let (block_len, block_bytes) = ty.block();
     let cols = shape.last().copied().unwrap_or(1);
     if cols % block_len != 0 {

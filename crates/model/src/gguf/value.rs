@@ -227,6 +227,11 @@ impl<'a> Array<'a> {
         self.len == 0
     }
 
+    /// The elements as they are in the file.
+    pub(super) fn bytes(&self) -> &'a [u8] {
+        self.bytes
+    }
+
     /// The elements in order.
     pub fn iter(&self) -> Elements<'a> {
         Elements { cur: Cursor::new(self.bytes), elem: self.elem, left: self.len }

@@ -3,7 +3,7 @@
 use super::families::{Axes, Family};
 use super::json::{Given, Keys, shown};
 use crate::error::{Error, escape};
-use crate::rope::{Llama3, LongRope, Rope, Sections, Yarn, base_frequencies, scaled_frequencies};
+use crate::rope::{Llama3, LongRope, Rope, Scaling, Sections, Yarn, base_frequencies, scaled_frequencies};
 use serde_json::Value;
 
 /// Everything that the kinds of scaling are made from.
@@ -91,14 +91,17 @@ fn width(keys: &Keys, block: Option<&Keys>, family: &Family, head_dim: usize) ->
 impl Params<'_> {
     fn kind(&self, kind: &str) -> Result<Rope, Error> {
         let (theta, width) = (self.theta, self.width);
-        let plain = |kind, inv_freq| Rope { inv_freq, long: None, sections: None, magnitude: 1.0, kind, theta };
+        let plain = |kind, inv_freq| {
+            let (magnitude, scaling) = (1.0, Scaling::Divided);
+            Rope { inv_freq, long: None, sections: None, magnitude, kind, theta, scaling }
+        };
         match kind {
             "default" => Ok(plain("none", base_frequencies(theta, width))),
             "mrope" if self.family.axes.is_some() => Ok(plain("none", base_frequencies(theta, width))),
             "linear" => {
                 let factor = self.require("factor")?;
                 let slower = base_frequencies(theta, width).into_iter().map(|f| f / factor);
-                Ok(plain("linear", slower.collect()))
+                Ok(Rope { scaling: Scaling::Linear(factor), ..plain("linear", slower.collect()) })
             }
             "llama3" => Ok(plain("llama3", self.llama3()?.frequencies(theta, width))),
             // Phi-3 had another name for its first kind.
@@ -106,7 +109,8 @@ impl Params<'_> {
             "yarn" if self.family.original_context_outside => self.longrope(),
             "yarn" => {
                 let (yarn, magnitude) = self.yarn()?;
-                Ok(Rope { magnitude, ..plain("yarn", yarn.frequencies(theta, width)) })
+                let scaling = Scaling::Yarn(yarn);
+                Ok(Rope { magnitude, scaling, ..plain("yarn", yarn.frequencies(theta, width)) })
             }
             other => {
                 let supported = "default, linear, llama3, yarn, longrope";
@@ -189,7 +193,7 @@ impl Params<'_> {
         if original_context < 2 {
             return Err(self.keys.error("original_max_position_embeddings", "expected a number above 1"));
         }
-        let frequencies = |key| Ok::<_, Error>(scaled_frequencies(theta, width, &self.factors(key)?));
+        let (short, long) = (self.factors("short_factor")?, self.factors("long_factor")?);
         let factor = match self.optional("factor")? {
             Some(factor) => factor,
             None => self.stretch()?,
@@ -199,12 +203,13 @@ impl Params<'_> {
             None => LongRope::magnitude(factor, original_context),
         };
         Ok(Rope {
-            inv_freq: frequencies("short_factor")?,
-            long: Some(LongRope { original_context, inv_freq: frequencies("long_factor")? }),
+            inv_freq: scaled_frequencies(theta, width, &short),
+            long: Some(LongRope { original_context, inv_freq: scaled_frequencies(theta, width, &long) }),
             sections: None,
             magnitude,
             kind: "longrope",
             theta,
+            scaling: Scaling::LongRope([short, long]),
         })
     }
 

@@ -1,6 +1,8 @@
 //! Folders for tests: tensors, written as safetensors byte by byte, and a config.json.
 #![allow(dead_code, clippy::unwrap_used)]
 
+pub mod twin;
+
 use puna_model::hf::Folder;
 use puna_model::{Batch, Error, LoadOptions, Model, Outputs};
 use serde_json::{Value, json};
