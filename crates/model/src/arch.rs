@@ -83,6 +83,7 @@ pub static ARCHS: &[Arch] = &[
         ..PLAIN
     },
     Arch { name: "olmo2", norms: Norms::After, needs: QK_NORM, ..PLAIN },
+    Arch { name: "olmoe", needs: QK_NORM, adjust: unnormalized, ..PLAIN },
 ];
 
 /// The row of an architecture, by the name GGUF has for it.
@@ -90,10 +91,17 @@ pub fn find(name: &str) -> Option<&'static Arch> {
     ARCHS.iter().find(|arch| arch.name == name)
 }
 
-/// Its files do not say that the weights of the chosen experts stay as they are.
-fn qwen2moe(keys: &Keys, config: &mut Config) -> Result<(), Error> {
+/// Files do not say that the weights of the chosen experts stay as they are.
+fn unnormalized(keys: &Keys, config: &mut Config) -> Result<(), Error> {
     if let Some(moe) = &mut config.moe {
         moe.routing.normalize = keys.meta.get(&keys.name("expert_weights_norm"))?.unwrap_or(false);
+    }
+    Ok(())
+}
+
+fn qwen2moe(keys: &Keys, config: &mut Config) -> Result<(), Error> {
+    unnormalized(keys, config)?;
+    if let Some(moe) = &mut config.moe {
         moe.shared_ffn_dim = match keys.count("expert_shared_feed_forward_length")? {
             Some(n) => n,
             None => config.ffn_dim,

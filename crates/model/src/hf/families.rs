@@ -296,6 +296,22 @@ pub static FAMILIES: &[Family] = &[
         biases: &[ATTENTION_BIAS],
         ..LLAMA
     },
+    Family {
+        types: &["olmoe"],
+        class: "OlmoeForCausalLM",
+        arch: "olmoe",
+        defaults: Defaults { norm_eps: 1e-5, context: 4096, ..LLAMA.defaults },
+        experts: Some(Experts {
+            ffn_key: "intermediate_size",
+            used: 8,
+            sigmoid: false,
+            normalize: Normalize::Asked,
+            shared_ffn_key: None,
+        }),
+        biases: &[ATTENTION_BIAS],
+        fixed: &[("clip_qkv", "null")],
+        ..LLAMA
+    },
 ];
 
 /// Models whose output is the embedding where no file says otherwise.
