@@ -180,6 +180,38 @@ proptest! {
     }
 }
 
+/// A window may leave a part behind in the middle of a tile, whose earlier queries still see the part's end.
+#[test]
+fn windows_pass_the_border_of_a_part() {
+    for (window, kind) in [
+        (1, KvType::F32),
+        (5, KvType::F16),
+        (16, KvType::Q8_0),
+        (250, KvType::F32),
+        (256, KvType::F16),
+        (600, KvType::F32),
+    ] {
+        for (n_heads, n_kv_heads) in [(1, 1), (4, 2), (3, 1)] {
+            let shape = Shape {
+                layout: KvLayout { kind, n_kv_heads, head_dim: 32 },
+                op: Attention { n_heads, scale: 0.25, softcap: None, window: Some(window) },
+                len: 256 + window + 12,
+            };
+            let x = shape.sequence(5);
+            let one_by_one = shape.run(&Exec::new(Isa::detect(), 1), &x, 1);
+            for (i, (o, e)) in one_by_one.iter().zip(shape.naive(&x)).enumerate() {
+                assert!((f64::from(*o) - e).abs() < 2e-5, "{shape:?} element {i}: {o} expected {e}");
+            }
+            for &isa in Isa::available() {
+                for chunk in [shape.len, 61, 7] {
+                    let out = shape.run(&Exec::new(isa, 2), &x, chunk);
+                    assert_eq!(bits(&out), bits(&one_by_one), "{shape:?} {isa} in chunks of {chunk}");
+                }
+            }
+        }
+    }
+}
+
 /// What a position does not see must not reach it, not even a NaN or an infinity.
 #[test]
 fn the_unseen_does_not_leak() {

@@ -218,11 +218,13 @@ struct Merge {
 }
 
 impl Query<'_> {
-    /// Positions of a part that it sees, from the part's start.
+    /// Positions of a part that it sees, from the part's start: none of a part before its window that an earlier query
+    /// of the tile still sees.
     #[inline(always)]
     fn in_part(&self, part: usize) -> Range<usize> {
         let start = part * PART;
-        self.visible.start.max(start) - start..self.visible.end.clamp(start, start + PART) - start
+        let place = |pos: usize| pos.clamp(start, start + PART) - start;
+        place(self.visible.start)..place(self.visible.end)
     }
 
     /// Takes a part's maximum and sum into the running ones.
