@@ -56,14 +56,14 @@ fn family(name: &str) -> Value {
         ("shared_expert_intermediate_size", json!(20)),
         ("num_experts_per_tok", json!(2)),
     ] {
-        if name.ends_with("moe") || ["mixtral", "minimax_m2"].contains(&name) {
+        if name.ends_with("moe") || ["mixtral", "minimax_m2", "olmoe"].contains(&name) {
             keys[key] = value;
         }
     }
     keys
 }
 
-const FAMILIES: [(&str, &str); 15] = [
+const FAMILIES: [(&str, &str); 16] = [
     ("llama", "llama"),
     ("mistral", "llama"),
     ("mixtral", "llama"),
@@ -79,6 +79,7 @@ const FAMILIES: [(&str, &str); 15] = [
     ("smollm3", "smollm3"),
     ("granite", "granite"),
     ("olmo2", "olmo2"),
+    ("olmoe", "olmoe"),
 ];
 
 /// The keys of a family whose heads rotate in three parts.
@@ -110,6 +111,7 @@ fn defaults_of_each_family() {
             "minimax_m2" => (8, 128, 1e-6, 5e6, 196_608),
             "smollm3" => (4, 0, 1e-6, 2e6, 32_768),
             "olmo2" => (64, 0, 1e-5, 1e4, 2048),
+            "olmoe" => (64, 0, 1e-5, 1e4, 4096),
             other => panic!("{other}"),
         }
     };
@@ -385,6 +387,10 @@ fn experts() {
     assert!(m.routing.normalize && m.ffn_dim == 12);
     let m = moe(&family("minimax_m2"));
     assert!(m.routing.normalize && m.routing.sigmoid && m.ffn_dim == FFN);
+    let m = moe(&keys!("olmoe", "num_experts": 9, "num_experts_per_tok": (), "clip_qkv": null));
+    assert_eq!((m.ffn_dim, m.routing.used, m.routing.normalize), (FFN, 8, false));
+    assert!(moe(&keys!("olmoe", "norm_topk_prob": true)).routing.normalize);
+    refused(&keys!("olmoe", "clip_qkv": 8.0), &["clip_qkv", "only null is supported, found 8"]);
     refused(&keys!("mixtral", "num_experts": ()), &["num_local_experts"]);
     refused(&keys!("mixtral", "num_local_experts": 5), &["num_experts", "4, while num_local_experts is 5"]);
     refused(&keys!("mixtral", "num_experts_per_tok": 5), &["num_experts_per_tok", "5 experts of 4"]);
