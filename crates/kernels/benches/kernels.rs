@@ -65,22 +65,20 @@ impl Bench {
     fn matmul(&self, dtype: DType) {
         // Narrow as in a small model, and wide: 8 matrices, so that none stays in a cache.
         for (n, cols) in [(1536, 576), (4096, 4096)] {
+            let name = |rows: usize| format!("matmul {} {n}x{cols} rows {rows}", dtype.name());
+            let rows: Vec<usize> =
+                [1, 2, 8, 32, 120, 512].into_iter().filter(|&rows| self.wants(&name(rows))).collect();
+            let Some(row_bytes) = dtype.row_bytes(cols).filter(|_| !rows.is_empty()) else { continue };
+            let mut bytes = vec![0; n * row_bytes];
             let values = numbers(n * cols);
-            if dtype.row_bytes(cols).is_none() {
-                continue;
-            }
-            let bytes = || {
-                let mut bytes = vec![0; n * dtype.row_bytes(cols).unwrap_or(0)];
-                quantize(dtype, &values, &mut bytes);
-                bytes
-            };
-            let source = |bytes: Vec<u8>| MatrixSource { dtype, rows: n, cols, bytes: bytes.into(), order: None };
-            let weights: Vec<Matrix> = (0..8).map(|_| Matrix::new(&self.exec, source(bytes()), true)).collect();
-            for rows in [1, 2, 8, 32, 512] {
-                let name = format!("matmul {} {n}x{cols} rows {rows}", dtype.name());
-                if !self.wants(&name) {
-                    continue;
-                }
+            self.exec.pool.for_each_part(&mut bytes, row_bytes, &|i, row| {
+                quantize(dtype, &values[i * cols..][..cols], row);
+            });
+            let bytes = bytes::Bytes::from(bytes);
+            let source = || MatrixSource { dtype, rows: n, cols, bytes: bytes.clone(), order: None };
+            let weights: Vec<Matrix> = (0..8).map(|_| Matrix::new(&self.exec, source(), true)).collect();
+            for rows in rows {
+                let name = name(rows);
                 let acts = self.acts(rows, cols);
                 let mut out = vec![0.0; rows * n];
                 let seconds = fastest(|| {
