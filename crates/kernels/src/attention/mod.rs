@@ -16,6 +16,7 @@ use crate::math;
 use crate::pool::SharedMut;
 use crate::simd::{LANES, Simd};
 use std::array::{from_mut, from_ref};
+use std::marker::PhantomData;
 use std::ops::Range;
 
 /// Positions of a part: the unit of every sum.
@@ -23,6 +24,9 @@ pub const PART: usize = 256;
 
 /// Queries that pass over keys and values together.
 const TILE: usize = 8;
+
+/// Tiles that pass over a part one after the other while it is in the cache.
+const STRIP: usize = 4;
 
 /// Blocks of a part.
 const BLOCKS: usize = PART / KV_BLOCK;
@@ -87,8 +91,13 @@ pub fn attention(exec: &Exec, op: &Attention, kv: KvView, q: &Acts, out: &mut [f
         exec.pool.for_each(units, &|unit| step.part(unit, &parts));
         exec.pool.for_each(tiles, &|tile| step.merge(tile, &parts));
     } else {
+        let strip = (tiles / (8 * exec.pool.threads())).clamp(1, STRIP);
         // The last rows see the most: they come first.
-        exec.pool.for_each(tiles, &|task| step.whole(tiles - 1 - task));
+        let strips = tiles.div_ceil(strip);
+        exec.pool.for_each(strips, &|task| {
+            let first = (strips - 1 - task) * strip;
+            step.whole(first..tiles.min(first + strip));
+        });
     }
 }
 
@@ -141,7 +150,8 @@ impl Step<'_> {
             let each = if by_part { parts } else { 1 };
             if number < tiles * n_kv_heads * each {
                 let (tile, part) = (number / each, number % each);
-                let (at, kv_head) = (tile / n_kv_heads, tile % n_kv_heads);
+                // Those of a head lie together.
+                let (kv_head, at) = (tile / tiles, tile % tiles);
                 let (first, unit) = (at * TILE, unit + tile * parts);
                 let len = TILE.min(span.rows * group - first);
                 return (Tile { span, kv_head, first, len, parts, unit }, part);
@@ -162,31 +172,91 @@ impl Step<'_> {
         Query { q: &self.q.values()[at..at + dim], blocks, at, visible, max: 0.0, sum: 0.0 }
     }
 
+    /// All queries of a tile; the last one repeated where there are fewer.
+    fn queries(&self, tile: &Tile) -> [Query<'_>; TILE] {
+        std::array::from_fn(|i| self.query(tile, i.min(tile.len - 1)))
+    }
+
     /// The parts that some query of a tile sees: the first one, and how many.
     fn seen(&self, tile: &Tile) -> Range<usize> {
         let row = |i: usize| tile.span.past + (tile.first + i) / self.group();
         self.op.visible(row(0)).start / PART..self.op.visible(row(tile.len - 1)).end.div_ceil(PART)
     }
 
-    /// Computes a tile from its first part to its last.
-    fn whole(&self, tile: usize) {
-        let (tile, _) = self.find(tile, false);
-        let parts = self.seen(&tile);
-        self.isa.run(Task { step: self, tile: &tile, parts, slot: None });
+    /// Computes tiles from their first part to their last, part by part.
+    fn whole(&self, numbers: Range<usize>) {
+        let mut tiles: [Option<(Tile, [Query; TILE])>; STRIP] = Default::default();
+        for (tile, number) in tiles.iter_mut().zip(numbers) {
+            let (found, _) = self.find(number, false);
+            let queries = self.queries(&found);
+            *tile = Some((found, queries));
+        }
+        let seen = || tiles.iter().flatten().map(|(tile, _)| self.seen(tile));
+        let first = seen().map(|parts| parts.start).min().unwrap_or(0);
+        let last = seen().map(|parts| parts.end).max().unwrap_or(0);
+        for part in first..last {
+            for (tile, queries) in tiles.iter_mut().flatten() {
+                if self.seen(tile).contains(&part) {
+                    self.run(tile, part, queries, None);
+                }
+            }
+        }
+        for (tile, queries) in tiles.iter().flatten() {
+            for query in &queries[..tile.len] {
+                // SAFETY: the query's own outputs.
+                let out = unsafe { self.out.slice(query.at, query.q.len()) };
+                out.iter_mut().for_each(|o| *o /= query.sum);
+            }
+        }
     }
 
     /// Computes one part of a tile into its slot.
     fn part(&self, unit: usize, slots: &SharedMut<f32>) {
         let (tile, part) = self.find(unit, true);
-        let seen = self.seen(&tile);
         // Parts are counted from the first that the sequence's first row sees.
         let part = self.op.visible(tile.span.past).start / PART + part;
-        if seen.contains(&part) {
-            let len = TILE * (self.kv.layer.layout.head_dim + 2);
-            // SAFETY: a slot is one task's.
-            let slot = unsafe { slots.slice(unit * len, len) };
-            self.isa.run(Task { step: self, tile: &tile, parts: part..part + 1, slot: Some(slot) });
+        if !self.seen(&tile).contains(&part) {
+            return;
         }
+        let dim = self.kv.layer.layout.head_dim;
+        // SAFETY: a slot is one task's.
+        let slot = unsafe { slots.slice(unit * TILE * (dim + 2), TILE * (dim + 2)) };
+        let mut queries = self.queries(&tile);
+        self.run(&tile, part, &mut queries, Some(slot));
+        for (query, slot) in queries[..tile.len].iter().zip(slot.chunks_exact_mut(dim + 2)) {
+            slot[dim..].copy_from_slice(&[query.max, query.sum]);
+        }
+    }
+
+    /// Runs the kernel of the cache's kind and of the tile's length.
+    fn run(&self, tile: &Tile, part: usize, queries: &mut [Query; TILE], slot: Option<&mut [f32]>) {
+        match self.kv.layer.layout.kind {
+            KvType::F32 => self.run_as::<kept::F32>(tile, part, queries, slot),
+            KvType::F16 => self.run_as::<kept::F16>(tile, part, queries, slot),
+            KvType::Q8_0 => self.run_as::<kept::Q8>(tile, part, queries, slot),
+        }
+    }
+
+    fn run_as<E: Kept>(&self, tile: &Tile, part: usize, queries: &mut [Query; TILE], slot: Option<&mut [f32]>) {
+        match tile.len {
+            1 => self.run_tile::<E, 1>(tile, part, queries, slot),
+            2 => self.run_tile::<E, 2>(tile, part, queries, slot),
+            3 => self.run_tile::<E, 3>(tile, part, queries, slot),
+            4 => self.run_tile::<E, 4>(tile, part, queries, slot),
+            5..=6 => self.run_tile::<E, 6>(tile, part, queries, slot),
+            _ => self.run_tile::<E, TILE>(tile, part, queries, slot),
+        }
+    }
+
+    fn run_tile<E: Kept, const N: usize>(
+        &self,
+        tile: &Tile,
+        part: usize,
+        queries: &mut [Query; TILE],
+        slot: Option<&mut [f32]>,
+    ) {
+        let queries = queries.first_chunk_mut::<N>().expect("N is at most TILE");
+        self.isa.run(Part { step: self, tile, part, queries, slot, kind: PhantomData::<E> });
     }
 
     /// Merges the parts of a tile.
@@ -263,65 +333,22 @@ impl Merge {
     }
 }
 
-/// Some parts of a tile.
-struct Task<'a> {
+/// One part of a tile. What is more than the tile's length repeats the last query and goes nowhere.
+struct Part<'a, 'q, E, const N: usize> {
     step: &'a Step<'a>,
     tile: &'a Tile<'a>,
-    parts: Range<usize>,
-    /// Where one part's results go instead of the outputs: of each query the output, then its maximum and sum.
+    part: usize,
+    queries: &'a mut [Query<'q>; N],
+    /// Where results go instead of the outputs: of each query `head_dim + 2` elements.
     slot: Option<&'a mut [f32]>,
+    kind: PhantomData<E>,
 }
 
-impl Kernel for Task<'_> {
+impl<E: Kept, const N: usize> Kernel for Part<'_, '_, E, N> {
     #[inline(always)]
-    fn run<S: Simd>(self, s: S) {
-        match self.step.kv.layer.layout.kind {
-            KvType::F32 => self.of::<S, kept::F32>(s),
-            KvType::F16 => self.of::<S, kept::F16>(s),
-            KvType::Q8_0 => self.of::<S, kept::Q8>(s),
-        }
-    }
-}
-
-impl Task<'_> {
-    #[inline(always)]
-    fn of<S: Simd, E: Kept>(self, s: S) {
-        match self.tile.len {
-            1 => self.parts::<S, E, 1>(s),
-            2 => self.parts::<S, E, 2>(s),
-            3 => self.parts::<S, E, 3>(s),
-            4 => self.parts::<S, E, 4>(s),
-            5..=6 => self.parts::<S, E, 6>(s),
-            _ => self.parts::<S, E, TILE>(s),
-        }
-    }
-
-    /// `N` is the tile's length or more; what is more repeats the last query and goes nowhere.
-    #[inline(always)]
-    fn parts<S: Simd, E: Kept, const N: usize>(mut self, s: S) {
-        let (step, tile, dim) = (self.step, self.tile, self.step.kv.layer.layout.head_dim);
-        let mut queries: [Query; N] = std::array::from_fn(|i| step.query(tile, i.min(tile.len - 1)));
-        for part in self.parts.clone() {
-            self.part::<S, E, N>(s, part, &mut queries);
-        }
-        match self.slot {
-            Some(slot) => {
-                for (query, slot) in queries[..tile.len].iter().zip(slot.chunks_exact_mut(dim + 2)) {
-                    slot[dim..].copy_from_slice(&[query.max, query.sum]);
-                }
-            }
-            None => {
-                for query in &queries[..tile.len] {
-                    // SAFETY: the query's own outputs.
-                    unsafe { step.out.slice(query.at, dim) }.iter_mut().for_each(|o| *o /= query.sum);
-                }
-            }
-        }
-    }
-
-    #[inline(always)]
-    fn part<S: Simd, E: Kept, const N: usize>(&mut self, s: S, part: usize, queries: &mut [Query; N]) {
-        let (step, tile) = (self.step, self.tile);
+    fn run<S: Simd>(mut self, s: S) {
+        let Part { step, tile, part, .. } = self;
+        let queries = &mut *self.queries;
         let dim = step.kv.layer.layout.head_dim;
         let ranges: [Range<usize>; N] = std::array::from_fn(|n| queries[n].in_part(part));
         let low = ranges.iter().fold(PART, |low, r| low.min(r.start)) / KV_BLOCK;
@@ -348,11 +375,14 @@ impl Task<'_> {
             }
         }
         // A closure would not have the instructions enabled.
-        let mut merges = [Merge::default(); N];
+        let mut merges = [None; N];
         let mut n = 0;
         while n < N {
-            let stats = softmax(s, step.op, ranges[n].clone(), &mut p[n]);
-            merges[n] = queries[n].merge(s, stats);
+            // What a query does not see at all leaves it as it is.
+            if !ranges[n].is_empty() {
+                let stats = softmax(s, step.op, ranges[n].clone(), &mut p[n]);
+                merges[n] = Some(queries[n].merge(s, stats));
+            }
             n += 1;
         }
         let values = Values { heads: &heads, dim };
@@ -364,27 +394,28 @@ impl Task<'_> {
             unsafe {
                 if d + LANES < dim {
                     let sums = sums::<S, E, N, 2>(s, &values, &ranges, weights, d);
-                    self.put(s, queries, &merges, d, &sums);
+                    self.put(s, &merges, d, &sums);
                     d += 2 * LANES;
                 } else {
                     let sums = sums::<S, E, N, 1>(s, &values, &ranges, weights, d);
-                    self.put(s, queries, &merges, d, &sums);
+                    self.put(s, &merges, d, &sums);
                     d += LANES;
                 }
             }
         }
     }
+}
 
+impl<E, const N: usize> Part<'_, '_, E, N> {
     /// Puts dimensions from `d` on where they go.
     ///
     /// # Safety
     /// `d` is below the head's dimensions.
     #[inline(always)]
-    unsafe fn put<S: Simd, const N: usize, const V: usize>(
+    unsafe fn put<S: Simd, const V: usize>(
         &mut self,
         s: S,
-        queries: &[Query; N],
-        merges: &[Merge; N],
+        merges: &[Option<Merge>; N],
         d: usize,
         sums: &[[S::F; V]; N],
     ) {
@@ -392,16 +423,16 @@ impl Task<'_> {
         let mut n = 0;
         while n < N && n < self.tile.len {
             let mut v = 0;
-            while v < V {
+            while let (true, Some(merge)) = (v < V, &merges[n]) {
                 let at = d + v * LANES;
                 let lanes = LANES.min(dim - at);
                 let out = match &mut self.slot {
                     Some(slot) => &mut slot[n * (dim + 2) + at..][..lanes],
                     // SAFETY: the query's own outputs.
-                    None => unsafe { self.step.out.slice(queries[n].at + at, lanes) },
+                    None => unsafe { self.step.out.slice(self.queries[n].at + at, lanes) },
                 };
                 // SAFETY: `lanes` outputs of this query.
-                unsafe { merges[n].put(s, out.as_mut_ptr(), sums[n][v], lanes) };
+                unsafe { merge.put(s, out.as_mut_ptr(), sums[n][v], lanes) };
                 v += 1;
             }
             n += 1;
