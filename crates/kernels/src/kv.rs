@@ -302,7 +302,14 @@ pub fn kv_store(exec: &Exec, blocks: &mut KvBlocks, layer: KvLayer, plan: &KvPla
     let width = layer.layout.n_kv_heads * layer.layout.head_dim;
     assert!(k.len() == plan.rows() * width && v.len() == k.len(), "keys and values of {} rows", plan.rows());
     let blocks = &*blocks;
-    exec.pool.for_each(layer.layout.n_kv_heads, &|head| exec.isa.run(Store { blocks, layer, plan, k, v, head }));
+    let heads = layer.layout.n_kv_heads;
+    // A few rows are stored sooner than other threads are told.
+    let tasks = if k.len() < 1 << 12 { 1 } else { heads };
+    exec.pool.for_each(tasks, &|task| {
+        for head in task * heads / tasks..(task + 1) * heads / tasks {
+            exec.isa.run(Store { blocks, layer, plan, k, v, head });
+        }
+    });
 }
 
 struct Store<'a> {
