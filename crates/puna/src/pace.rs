@@ -32,6 +32,8 @@ pub(crate) struct Pace {
     mixed: usize,
     /// Rows of prompts in the last step that had some beside generation.
     rows: usize,
+    /// Steps in a row that were to carry none.
+    skipped: usize,
 }
 
 /// So many steps without prompts tell what generation takes.
@@ -49,11 +51,14 @@ impl Pace {
             self.both.clear();
             self.generating = generating;
         }
-        if self.generate.n < MEASURED || self.mixed >= MIXED {
+        let measures = self.generate.n < MEASURED || self.mixed >= MIXED;
+        if measures && self.skipped < MEASURED {
+            self.skipped += 1;
             return 0;
         }
+        self.skipped = 0;
         // A prompt's row is about as much work as a sequence that generates: as many of them take no longer.
-        let grown = generating.max(2 * self.rows);
+        let grown = if measures { generating } else { generating.max(2 * self.rows) };
         let fit = match self.row.median().or(self.row_alone.median()) {
             // Saturates: a row that seems to take no time sets no limit.
             Some(row) => (self.step() / row) as usize,
@@ -224,6 +229,9 @@ mod tests {
         let mut machine = Machine { costs, noise: 0.0, state: 1 };
         let (over, _) = run(&mut machine, 4000, |step| [1, 32, 2, 16][step / 20 % 4]);
         assert!(worst(&over) <= 2.2, "{}", worst(&over));
+        // However often they do, prompts go on.
+        let (_, steps) = run(&mut machine, 400, |step| [1, 32, 2, 16][step % 4]);
+        assert!(steps <= 1600, "{steps} steps");
     }
 
     #[test]

@@ -4,42 +4,13 @@
 
 #[path = "../../model/tests/gguf_builder/mod.rs"]
 mod gguf_builder;
-#[path = "../../model/tests/support/maker.rs"]
-#[allow(dead_code)]
-mod maker;
+mod made;
 mod support;
 
-use maker::{Rope, Spec};
+use made::maker::{Rope, Spec};
+use made::{Rng, made, small};
 use puna::{Engine, EngineOptions, Error, Prompt, Request, Row};
 use support::{answer, check_empty, engine, greedy, model, options, prompt, request, seeded};
-
-/// A fixed sequence of pseudo-random numbers, for models that are made.
-pub(crate) struct Rng(pub u64);
-
-impl Rng {
-    pub(crate) fn bits(&mut self) -> u64 {
-        self.0 = self.0.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
-        self.0 >> 16
-    }
-
-    pub(crate) fn number(&mut self) -> f32 {
-        let unit = (self.bits() & 0xff_ffff) as f32 / (1u32 << 24) as f32;
-        (unit - 0.5) * 12f32.sqrt()
-    }
-}
-
-/// An engine for a model that is made.
-fn made(spec: &Spec, options: &EngineOptions) -> Engine {
-    let dir = tempfile::tempdir().unwrap();
-    let path = dir.path().join("made.gguf");
-    std::fs::write(&path, spec.builder().bytes()).unwrap();
-    Engine::load(&path, options, &mut |_, _| {}).unwrap()
-}
-
-/// Tokens of the small vocabulary of made models.
-fn small(n: usize, seed: u32) -> Vec<u32> {
-    prompt(n, seed).into_iter().map(|id| id % 50).collect()
-}
 
 fn cached(engine: &mut Engine, r: Request) -> usize {
     answer(engine, r).1.stats.cached_tokens
@@ -173,11 +144,11 @@ fn requests_that_never_fit() {
 #[test]
 fn rotations_do_not_mix() {
     let spec = Spec { rope: Rope::Long(60), ..Spec::default() };
-    let mut warm = made(&spec, &options(1, 40));
+    let mut warm = made(&spec, &options(1, 40)).unwrap();
     for (len, n) in [(50, 40), (50, 8), (70, 10), (90, 9), (50, 30), (61, 1), (60, 1), (60, 2)] {
         let mut r = request(small(len, 1), &seeded(len as u64), n);
         r.logprobs = Some(2);
-        let (a, cold) = answer(&mut made(&spec, &options(1, 512)), r.clone());
+        let (a, cold) = answer(&mut made(&spec, &options(1, 512)).unwrap(), r.clone());
         let (b, _) = answer(&mut warm, r.clone());
         assert_eq!(a, b, "{len} and {n} more");
         assert_eq!(cold.stats.cached_tokens, 0);
@@ -199,7 +170,7 @@ fn rotations_do_not_mix() {
 #[test]
 fn embedding_rows() {
     let spec = Spec::default();
-    let mut warm = made(&spec, &options(1, 512));
+    let mut warm = made(&spec, &options(1, 512)).unwrap();
     let mut rng = Rng(3);
     let mut image = Prompt::from(small(100, 1));
     image.embeds = (0..40 * spec.dim).map(|_| rng.number()).collect();
@@ -211,7 +182,7 @@ fn embedding_rows() {
     for (p, expected) in [(&image, [0, 96]), (&other, [32, 96]), (&placed, [32, 96]), (&image, [96, 96])] {
         let mut r = request(p.clone(), &seeded(9), 30);
         r.logprobs = Some(2);
-        let (fresh, _) = answer(&mut made(&spec, &options(1, 7)), r.clone());
+        let (fresh, _) = answer(&mut made(&spec, &options(1, 7)).unwrap(), r.clone());
         for expected in expected {
             let (got, finish) = answer(&mut warm, r.clone());
             assert_eq!(got, fresh);

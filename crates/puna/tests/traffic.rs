@@ -2,10 +2,15 @@
 
 #![allow(clippy::unwrap_used)]
 
+#[path = "../../model/tests/gguf_builder/mod.rs"]
+mod gguf_builder;
+mod made;
 mod support;
 
+use made::maker::{Rope, Spec};
+use made::{Rng, made};
 use proptest::prelude::*;
-use puna::{Engine, EngineOptions, FinishReason, LoadOptions, Request, RequestId};
+use puna::{Engine, EngineOptions, Error, FinishReason, LoadOptions, Prompt, Request, RequestId, Row};
 use std::cell::RefCell;
 use std::collections::HashMap;
 use support::{Answer, answer, check_empty, engine, greedy, model, prompt, request, seeded};
@@ -17,6 +22,8 @@ struct Visit {
     begins: (u32, usize),
     own: usize,
     max_tokens: usize,
+    /// Whether some of the rows that are its own are embeddings.
+    image: bool,
     priority: i32,
     n: usize,
     greedy: bool,
@@ -26,12 +33,14 @@ struct Visit {
 
 fn visit() -> impl Strategy<Value = Visit> {
     let length = ((0u32..3, 0usize..90), 1usize..40, 0usize..45);
-    let manner = (-1i32..2, prop_oneof![4 => Just(1usize), 1 => 2usize..4], any::<bool>());
+    let n = prop_oneof![4 => Just(1usize), 1 => 2usize..4];
+    let manner = (-1i32..2, n, any::<bool>(), prop::bool::weighted(0.2));
     (length, manner, 0usize..60, prop::option::weighted(0.25, 0usize..40)).prop_map(
-        |((begins, own, max_tokens), (priority, n, greedy), arrival, cancel)| Visit {
+        |((begins, own, max_tokens), (priority, n, greedy, image), arrival, cancel)| Visit {
             begins,
             own,
             max_tokens,
+            image,
             priority,
             n,
             greedy,
@@ -42,10 +51,18 @@ fn visit() -> impl Strategy<Value = Visit> {
 }
 
 impl Visit {
-    fn request(&self, i: usize) -> Request {
+    fn request(&self, engine: &Engine, i: usize) -> Request {
         let wishes = if self.greedy { greedy() } else { seeded(i as u64 * 1000) };
         let tokens = [prompt(self.begins.1, self.begins.0), prompt(self.own, 50 + i as u32)].concat();
-        let r = request(tokens, &wishes, self.max_tokens);
+        let vocab = engine.config().vocab_size as u32;
+        let mut rows = Prompt::from(tokens.into_iter().map(|id| id % vocab).collect::<Vec<u32>>());
+        if self.image {
+            let n = self.own.min(3);
+            let mut rng = Rng(self.own as u64 % 2);
+            (0..n).for_each(|e| rows.rows[self.begins.1 + e] = Row::Embed(e as u32));
+            rows.embeds = (0..n * engine.config().dim).map(|_| rng.number()).collect();
+        }
+        let r = request(rows, &wishes, self.max_tokens);
         Request { priority: self.priority, n: self.n, logprobs: Some(2), ..r }
     }
 }
@@ -61,14 +78,32 @@ thread_local! {
     static MODELS: RefCell<HashMap<&'static str, Models>> = RefCell::default();
 }
 
+/// Models of each kind: all layers with a window, some, none; experts; a rotation that changes with length.
+const NAMES: [&str; 6] = ["llama-gqa", "mistral-swa", "mixtral-moe", "some windows", "long windows", "longrope"];
+
+fn open(name: &str, options: &EngineOptions) -> Result<Engine, Error> {
+    let windowed = |window, windowed: &[bool]| {
+        let spec = Spec { n_layers: 3, window: Some(window), windowed: windowed.to_vec(), ..Spec::default() };
+        made(&spec, options)
+    };
+    match name {
+        "some windows" => windowed(20, &[true, false, true]),
+        "long windows" => windowed(90, &[false, true, true]),
+        "longrope" => made(&Spec { rope: Rope::Long(80), ..Spec::default() }, options),
+        _ => Engine::load(model(name), options, &mut |_, _| {}),
+    }
+}
+
+fn alone(name: &str) -> Engine {
+    open(name, &support::options(1, 512)).unwrap()
+}
+
 fn crowded(name: &str, blocks: usize, chunk: usize) -> Engine {
     let mut options = EngineOptions { kv_bytes: Some(0), ..support::options(1, chunk) };
-    let Err(puna::Error::KvBytes { block, .. }) = Engine::load(model(name), &options, &mut |_, _| {}) else {
-        panic!("a cache of no bytes")
-    };
+    let Err(Error::KvBytes { block, .. }) = open(name, &options) else { panic!("a cache of no bytes") };
     options.kv_bytes = Some(blocks * block);
     options.load = LoadOptions { threads: 2, ..options.load };
-    Engine::load(model(name), &options, &mut |_, _| {}).unwrap()
+    open(name, &options).unwrap()
 }
 
 /// Lets the visits happen; gives the answers to each, and how often one was computed again.
@@ -79,7 +114,7 @@ fn happen(engine: &mut Engine, visits: &[Visit]) -> (Vec<Vec<Answer>>, usize) {
     let last = visits.iter().map(|v| v.arrival).max().unwrap_or(0);
     for step in 0.. {
         for (i, visit) in visits.iter().enumerate().filter(|(_, v)| v.arrival == step) {
-            ids.insert(engine.add(visit.request(i)).unwrap(), i);
+            ids.insert(engine.add(visit.request(engine, i)).unwrap(), i);
         }
         for (i, visit) in visits.iter().enumerate() {
             if visit.cancel.is_some_and(|after| visit.arrival + after == step) {
@@ -110,7 +145,7 @@ fn happen(engine: &mut Engine, visits: &[Visit]) -> (Vec<Vec<Answer>>, usize) {
 fn compare(alone: &mut Engine, visits: &[Visit], answers: &[Vec<Answer>]) {
     for (i, (visit, answers)) in visits.iter().zip(answers).enumerate() {
         for (sample, got) in answers.iter().enumerate() {
-            let mut r = Request { n: 1, ..visit.request(i) };
+            let mut r = Request { n: 1, ..visit.request(alone, i) };
             r.sampling.seed = r.sampling.seed.map(|seed| seed + sample as u64);
             let (expected, _) = answer(alone, r);
             if got.reason == "cancelled" {
@@ -123,15 +158,15 @@ fn compare(alone: &mut Engine, visits: &[Visit], answers: &[Vec<Answer>]) {
 }
 
 proptest! {
-    #![proptest_config(ProptestConfig::with_cases(24))]
+    #![proptest_config(ProptestConfig::with_cases(40))]
     #[test]
     fn any_traffic(
-        name in prop::sample::select(vec!["llama-gqa", "mistral-swa", "mixtral-moe"]),
+        name in prop::sample::select(NAMES.to_vec()),
         (blocks, chunk) in prop::sample::select(vec![(6, 512), (6, 16), (9, 40), (40, 64)]),
         visits in prop::collection::vec(visit(), 1..16),
     ) {
         MODELS.with_borrow_mut(|models| {
-            let models = models.entry(name).or_insert_with(|| Models { alone: engine(name, 1, 512), crowded: HashMap::new() });
+            let models = models.entry(name).or_insert_with(|| Models { alone: alone(name), crowded: HashMap::new() });
             let crowd = models.crowded.entry((blocks, chunk)).or_insert_with(|| crowded(name, blocks, chunk));
             let (answers, _) = happen(crowd, &visits);
             check_empty(crowd);
@@ -143,11 +178,12 @@ proptest! {
 /// Six blocks for twelve requests: they make room for each other, again and again.
 #[test]
 fn room_is_made() {
-    for name in ["llama-gqa", "mistral-swa"] {
+    for name in NAMES {
         let visit = |i: usize| Visit {
             begins: (0, 20),
             own: 10 + i,
             max_tokens: 60 + 5 * i,
+            image: i % 4 == 3,
             priority: (i % 3) as i32,
             n: 1 + i % 2,
             greedy: false,
@@ -159,7 +195,7 @@ fn room_is_made() {
         let (answers, preemptions) = happen(&mut crowd, &visits);
         assert!(preemptions > 0, "{name}: nobody had to make room");
         check_empty(&crowd);
-        compare(&mut engine(name, 1, 512), &visits, &answers);
+        compare(&mut alone(name), &visits, &answers);
     }
 }
 
@@ -227,4 +263,12 @@ fn so_many_at_once() {
         assert!(engine.status().running <= 2);
     }
     assert_eq!(order, ids[..4]);
+}
+
+#[test]
+fn an_engine_moves_to_another_thread() {
+    let mut engine = engine("llama-gqa", 1, 16);
+    let here = answer(&mut engine, request(prompt(20, 1), &greedy(), 5)).0;
+    let there = std::thread::spawn(move || answer(&mut engine, request(prompt(20, 1), &greedy(), 5)).0);
+    assert_eq!(there.join().unwrap(), here);
 }
