@@ -80,20 +80,29 @@ impl Engine {
     fn fill(&mut self, rows: usize) -> Work {
         let mut plan = std::mem::take(&mut self.plan);
         self.divide(rows, &mut plan);
-        let mut work = Work::default();
-        let mut at = 0;
-        while at < self.running.len() {
-            let got = self.reserve(at, plan.rows[at]);
-            let s = &self.running[at];
-            if got > 0 {
-                s.push(&mut self.batch, got, self.model.config().dim);
-                if s.is_generating() {
-                    work.generating += 1;
-                } else {
-                    work.prompt_rows += got;
+        // Those who generate get their blocks first: where layers have a window, a chunk of a prompt needs many for a
+        // moment.
+        let mut read = 0;
+        for generating in [true, false] {
+            let mut at = 0;
+            while at < self.running.len() {
+                if self.running[at].is_generating() == generating {
+                    // A prompt waits where one before it goes on.
+                    let got = self.reserve(at, plan.rows[at], generating || read == 0);
+                    plan.rows[at] = got;
+                    read += if generating { 0 } else { got };
                 }
+                at += 1;
             }
-            at += 1;
+        }
+        let mut work = Work::default();
+        for (s, &rows) in self.running.iter().zip(&plan.rows).filter(|(_, rows)| **rows > 0) {
+            s.push(&mut self.batch, rows, self.model.config().dim);
+            if s.is_generating() {
+                work.generating += 1;
+            } else {
+                work.prompt_rows += rows;
+            }
         }
         self.plan = plan;
         work
@@ -119,15 +128,12 @@ impl Engine {
         }
     }
 
-    /// Gets blocks for up to `rows` rows of a running sequence; where there are none at all, those of the lowest rank
-    /// behind it. Returns how many rows have blocks.
-    fn reserve(&mut self, at: usize, rows: usize) -> usize {
-        if rows == 0 {
-            return 0;
-        }
+    /// Gets blocks for up to `rows` rows of a running sequence; where there are none at all and it `takes`, those of the
+    /// lowest rank behind it. Returns how many rows have blocks.
+    fn reserve(&mut self, at: usize, rows: usize, takes: bool) -> usize {
         loop {
             let got = self.kv.reserve(self.running[at].seq, rows);
-            if got > 0 || self.running.len() == at + 1 {
+            if rows == 0 || got > 0 || !takes || self.running.len() == at + 1 {
                 return got;
             }
             self.preempt_last();
