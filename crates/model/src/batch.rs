@@ -93,13 +93,12 @@ impl Prompt {
     /// [`Error::Batch`], of rows of the prompt.
     pub fn check(&self, config: &Config) -> Result<(), Error> {
         check_rows(&self.rows, &self.embeds, config)?;
-        let (n, embeds) = (self.len(), self.embeds.len());
+        // What follows has as far to go again.
+        check_positions(&self.positions, self.len(), MAX_POSITIONS / 2)?;
+        let embeds = self.embeds.len();
         let error = |what: String| Err(Error::Batch { what });
         if !embeds.is_multiple_of(config.dim) {
             return error(format!("embeddings have {embeds} numbers, expected a multiple of {}", config.dim));
-        }
-        if !self.positions.is_empty() && self.positions.len() != n {
-            return error(format!("{} positions for {n} rows", self.positions.len()));
         }
         let deepstack = config.n_deepstack * embeds;
         if !self.deepstack.is_empty() && self.deepstack.len() != deepstack {
@@ -253,4 +252,19 @@ pub(crate) fn check_rows(rows: &[Row], embeds: &[f32], config: &Config) -> Resul
         return Err(Error::Batch { what });
     }
     Ok(())
+}
+
+/// Positions are exact in single precision up to here: the longest that a sequence can be.
+pub const MAX_POSITIONS: usize = 1 << 24;
+
+/// Whether there are positions for all of `n` rows, or none, and none is past `most`.
+pub(crate) fn check_positions(positions: &[[u32; 3]], n: usize, most: usize) -> Result<(), Error> {
+    let error = |what: String| Err(Error::Batch { what });
+    if !positions.is_empty() && positions.len() != n {
+        return error(format!("{} positions for {n} rows", positions.len()));
+    }
+    match positions.iter().position(|axes| axes.iter().any(|&axis| axis as usize > most)) {
+        Some(row) => error(format!("row {row}: positions {:?} go past {most}", positions[row])),
+        None => Ok(()),
+    }
 }

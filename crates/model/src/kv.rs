@@ -184,7 +184,8 @@ impl KvCache {
         self.place(Sequence { len: 0, total: 0, tables, chain: None })
     }
 
-    /// Begins a sequence that shares blocks with others that begin alike.
+    /// Begins a sequence that shares blocks with others that begin alike: [`KvCache::adopt`] takes what is there, and
+    /// others find what it computes.
     pub fn add_shared(&mut self) -> SeqId {
         let tables = self.groups.iter().map(|_| Table::default()).collect();
         self.place(Sequence { len: 0, total: 0, tables, chain: Some(Chain::default()) })

@@ -1,7 +1,7 @@
 //! A loaded model: from a file to logits.
 
 use crate::backend::Backend;
-use crate::batch::{Batch, check_rows};
+use crate::batch::{Batch, MAX_POSITIONS, check_positions, check_rows};
 use crate::bind::{self, Progress};
 use crate::checkpoint::Checkpoint;
 use crate::config::Config;
@@ -219,7 +219,8 @@ impl Model {
         self.forward_with(batch, kv, &mut ())
     }
 
-    /// [`Model::forward`] with a tap on the residual.
+    /// [`Model::forward`] with a tap on the residual. One that changes it must not be used on sequences that share blocks
+    /// ([`KvCache::add_shared`]): what it changes is no part of what blocks are known by.
     ///
     /// # Errors
     /// As [`Model::forward`].
@@ -316,9 +317,7 @@ impl Model {
             }
             rows += span.rows;
         }
-        if !batch.positions.is_empty() && batch.positions.len() != n {
-            return error(format!("{} positions for {n} rows", batch.positions.len()));
-        }
+        check_positions(&batch.positions, n, MAX_POSITIONS)?;
         let deepstack = self.config.n_deepstack * batch.embeds.len();
         if !batch.deepstack.is_empty() && batch.deepstack.len() != deepstack {
             return error(format!("deepstack has {} numbers, expected {deepstack}", batch.deepstack.len()));
@@ -329,6 +328,3 @@ impl Model {
         Ok(())
     }
 }
-
-/// Positions are exact in single precision up to here.
-const MAX_POSITIONS: usize = 1 << 24;

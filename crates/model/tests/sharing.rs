@@ -391,6 +391,7 @@ fn prompts_that_do_not_fit() {
     refused(&|p| p.embeds.push(0.0), "641 numbers, expected a multiple of 32");
     refused(&|p| p.deepstack.truncate(3), "3 numbers, expected 640");
     refused(&|p| p.positions.truncate(3), "3 positions for 80 rows");
+    refused(&|p| p.positions[7][2] = u32::MAX, "row 7: positions [7, 7, 4294967295] go past 8388608");
 }
 
 /// What may be done with sequences that share blocks.

@@ -12,6 +12,7 @@ use crate::sampler::{PartialSampling, SamplingParams, Scratch};
 use crate::scheduler::{Clock, Plan, insert};
 use crate::sequence::{Sequence, Setting};
 use puna_kernels::{KV_BLOCK, KvType};
+use puna_model::batch::MAX_POSITIONS;
 use puna_model::bind::Progress;
 use puna_model::{Batch, Chain, Config, KvCache, LoadOptions, Model};
 use puna_text::Tokenizer;
@@ -122,10 +123,10 @@ impl Engine {
         let own = model.config().context_length;
         let wish = options.ctx.unwrap_or(own.min(DEFAULT_CTX));
         let kv = kv_cache(&model, options, wish)?;
-        let ctx = wish.min(kv.capacity());
+        let ctx = wish.min(kv.capacity()).min(MAX_POSITIONS / 2);
         let mut notices: Vec<String> = model.notices().iter().cloned().chain(kv.notice(options.kv)).collect();
-        if ctx < wish {
-            notices.push(format!("sequences have at most {ctx} positions: the KV cache holds no more of {wish}"));
+        if kv.capacity() < wish {
+            notices.push(format!("sequences have at most {ctx} positions of {wish}: the KV cache holds no more"));
         }
         Ok(Engine {
             kv,
