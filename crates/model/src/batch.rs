@@ -1,7 +1,10 @@
 //! What a forward pass computes: rows of one or many sequences. A prompt, a chunk of one, one token of each of many
 //! sequences, a draft to verify, rows of an image: all are one shape.
 
+use crate::config::Config;
+use crate::error::Error;
 use crate::kv::SeqId;
+use std::ops::Range;
 
 /// One row of a batch.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -37,6 +40,77 @@ pub enum Outputs {
     All,
 }
 
+/// The rows of one sequence: a text, or what else a model takes.
+#[derive(Clone, Debug, Default, PartialEq)]
+pub struct Prompt {
+    /// The rows.
+    pub rows: Vec<Row>,
+    /// Embeddings that [`Row::Embed`] names, `[n, dim]`.
+    pub embeds: Vec<f32>,
+    /// Added to the rows of these embeddings after the first layers, `[n_deepstack, n, dim]`; empty: nothing is.
+    pub deepstack: Vec<f32>,
+    /// Time, height and width of each row, `[rows]`; empty: all three are the position in the sequence.
+    pub positions: Vec<[u32; 3]>,
+}
+
+impl From<Vec<u32>> for Prompt {
+    fn from(tokens: Vec<u32>) -> Prompt {
+        Prompt { rows: tokens.into_iter().map(Row::Token).collect(), ..Prompt::default() }
+    }
+}
+
+impl Prompt {
+    /// Rows.
+    pub fn len(&self) -> usize {
+        self.rows.len()
+    }
+
+    /// Whether there are none.
+    pub fn is_empty(&self) -> bool {
+        self.rows.is_empty()
+    }
+
+    /// The ids of the rows that are tokens.
+    pub fn tokens(&self) -> impl Iterator<Item = u32> {
+        self.rows.iter().filter_map(|row| match row {
+            Row::Token(id) => Some(*id),
+            Row::Embed(_) => None,
+        })
+    }
+
+    /// How far what follows the prompt is ahead of its place in the sequence: the first row after it turns by one more
+    /// than the largest of its positions, as in Qwen2-VL (`mrope_position_deltas`).
+    pub fn position_delta(&self) -> i64 {
+        match self.positions.iter().flatten().max() {
+            Some(&last) => i64::from(last) + 1 - self.len() as i64,
+            None => 0,
+        }
+    }
+
+    /// Whether a model of this configuration can compute it.
+    ///
+    /// # Errors
+    /// [`Error::Batch`], of rows of the prompt.
+    pub fn check(&self, config: &Config) -> Result<(), Error> {
+        check_rows(&self.rows, &self.embeds, config)?;
+        // What follows has as far to go again.
+        check_positions(&self.positions, self.len(), MAX_POSITIONS / 2)?;
+        let embeds = self.embeds.len();
+        let error = |what: String| Err(Error::Batch { what });
+        if !embeds.is_multiple_of(config.dim) {
+            return error(format!("embeddings have {embeds} numbers, expected a multiple of {}", config.dim));
+        }
+        let deepstack = config.n_deepstack * embeds;
+        if !self.deepstack.is_empty() && self.deepstack.len() != deepstack {
+            return error(format!("deepstack has {} numbers, expected {deepstack}", self.deepstack.len()));
+        }
+        Ok(())
+    }
+}
+
+/// What deepstack adds where there is none: the number that changes no other, not even 0.0 and -0.0.
+pub(crate) const NOTHING: f32 = -0.0;
+
 /// Rows to compute, span after span.
 #[derive(Clone, Debug, Default)]
 pub struct Batch {
@@ -67,14 +141,130 @@ impl Batch {
 
     /// Adds tokens of a sequence that holds `start` positions.
     pub fn push(&mut self, seq: SeqId, start: usize, tokens: &[u32], outputs: Outputs) {
-        let first = self.rows.len() as u32;
+        let first = self.rows.len();
         self.rows.extend(tokens.iter().map(|&t| Row::Token(t)));
-        self.spans.push(Span { seq, start, rows: tokens.len(), total: start + tokens.len() });
-        let end = self.rows.len() as u32;
+        self.close(Span { seq, start, rows: tokens.len(), total: start + tokens.len() }, first, outputs);
+        self.fill_positions();
+    }
+
+    /// Adds rows of a prompt, with their embeddings and positions, to a sequence that holds those before them.
+    ///
+    /// # Panics
+    /// If the range is not within a prompt that [`Prompt::check`] accepts for a model of `dim`.
+    pub fn push_prompt(&mut self, seq: SeqId, prompt: &Prompt, range: Range<usize>, dim: usize, outputs: Outputs) {
+        let (first, old) = (self.rows.len(), self.embeds.len() / dim);
+        let mut taken = Vec::new();
+        for row in &prompt.rows[range.clone()] {
+            self.rows.push(match *row {
+                Row::Token(id) => Row::Token(id),
+                Row::Embed(i) => {
+                    let i = i as usize;
+                    taken.push(i);
+                    self.embeds.extend_from_slice(&prompt.embeds[i * dim..][..dim]);
+                    Row::Embed((old + taken.len() - 1) as u32)
+                }
+            });
+        }
+        self.push_deepstack(prompt, &taken, old, dim);
+        if !prompt.positions.is_empty() {
+            self.fill_positions_to(first);
+            self.positions.extend_from_slice(&prompt.positions[range.clone()]);
+        }
+        self.close(Span { seq, start: range.start, rows: range.len(), total: prompt.len() }, first, outputs);
+        self.fill_positions();
+    }
+
+    /// Lets the last span go on by tokens, which turn by `delta` more than their place in the sequence.
+    pub fn extend(&mut self, tokens: &[u32], delta: i64) {
+        let Some(span) = self.spans.last_mut() else { return };
+        let (first, place) = (self.rows.len(), span.start + span.rows);
+        self.rows.extend(tokens.iter().map(|&t| Row::Token(t)));
+        span.rows += tokens.len();
+        span.total = span.total.max(span.start + span.rows);
+        if delta != 0 {
+            self.fill_positions_to(first);
+            let own = (place..place + tokens.len()).map(|place| [(place as i64 + delta) as u32; 3]);
+            self.positions.extend(own);
+        }
+        self.fill_positions();
+    }
+
+    /// Ends a push whose rows begin at `first`.
+    fn close(&mut self, span: Span, first: usize, outputs: Outputs) {
+        self.spans.push(span);
+        let (first, end) = (first as u32, self.rows.len() as u32);
         match outputs {
             Outputs::None => {}
             Outputs::Last => self.outputs.extend((end > first).then(|| end - 1)),
             Outputs::All => self.outputs.extend(first..end),
         }
+    }
+
+    /// Adds the deepstack rows of the embeddings `taken` from a prompt behind those of `old` earlier ones.
+    fn push_deepstack(&mut self, prompt: &Prompt, taken: &[usize], old: usize, dim: usize) {
+        if taken.is_empty() || (self.deepstack.is_empty() && prompt.deepstack.is_empty()) {
+            return;
+        }
+        let (all, new) = (prompt.embeds.len(), (old + taken.len()) * dim);
+        let layers =
+            if prompt.deepstack.is_empty() { self.deepstack.len() / (old * dim) } else { prompt.deepstack.len() / all };
+        let before = std::mem::replace(&mut self.deepstack, vec![NOTHING; layers * new]);
+        for (l, layer) in self.deepstack.chunks_exact_mut(new).enumerate() {
+            let (earlier, own) = layer.split_at_mut(old * dim);
+            if !before.is_empty() {
+                earlier.copy_from_slice(&before[l * old * dim..][..old * dim]);
+            }
+            if !prompt.deepstack.is_empty() {
+                for (&i, own) in taken.iter().zip(own.chunks_exact_mut(dim)) {
+                    own.copy_from_slice(&prompt.deepstack[l * all + i * dim..][..dim]);
+                }
+            }
+        }
+    }
+
+    /// Where some rows have positions, gives the others theirs.
+    fn fill_positions(&mut self) {
+        if !self.positions.is_empty() {
+            self.fill_positions_to(self.rows.len());
+        }
+    }
+
+    fn fill_positions_to(&mut self, end: usize) {
+        let places = self.spans.iter().flat_map(|span| span.start..span.start + span.rows);
+        let missing = places.take(end).skip(self.positions.len());
+        self.positions.extend(missing.map(|place| [place as u32; 3]));
+    }
+}
+
+/// Whether the rows are tokens of the vocabulary and embeddings that are there.
+pub(crate) fn check_rows(rows: &[Row], embeds: &[f32], config: &Config) -> Result<(), Error> {
+    let (dim, vocab) = (config.dim, config.vocab_size);
+    for (i, row) in rows.iter().enumerate() {
+        let what = match *row {
+            Row::Token(id) if id as usize >= vocab => {
+                format!("row {i}: token id {id} is out of range: the vocabulary has {vocab}")
+            }
+            Row::Embed(e) if (e as usize + 1) * dim > embeds.len() => {
+                format!("row {i}: embedding {e} is out of range: the batch has {}", embeds.len() / dim)
+            }
+            _ => continue,
+        };
+        return Err(Error::Batch { what });
+    }
+    Ok(())
+}
+
+/// Positions are exact in single precision up to here: the longest that a sequence can be.
+pub const MAX_POSITIONS: usize = 1 << 24;
+
+/// Whether there are positions for all of `n` rows, or none, and none is past `most`.
+pub(crate) fn check_positions(positions: &[[u32; 3]], n: usize, most: usize) -> Result<(), Error> {
+    let error = |what: String| Err(Error::Batch { what });
+    if !positions.is_empty() && positions.len() != n {
+        return error(format!("{} positions for {n} rows", positions.len()));
+    }
+    match positions.iter().position(|axes| axes.iter().any(|&axis| axis as usize > most)) {
+        Some(row) => error(format!("row {row}: positions {:?} go past {most}", positions[row])),
+        None => Ok(()),
     }
 }

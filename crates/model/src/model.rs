@@ -1,7 +1,7 @@
 //! A loaded model: from a file to logits.
 
 use crate::backend::Backend;
-use crate::batch::{Batch, Row};
+use crate::batch::{Batch, MAX_POSITIONS, check_positions, check_rows};
 use crate::bind::{self, Progress};
 use crate::checkpoint::Checkpoint;
 use crate::config::Config;
@@ -204,9 +204,9 @@ impl Model {
         self.runner.bytes_per_step(&self.config)
     }
 
-    /// An empty cache for its sequences.
+    /// An empty cache for its sequences, as large as they need.
     pub fn kv_cache(&self, kind: KvType) -> KvCache {
-        KvCache::new(&self.config, kind)
+        KvCache::new(&self.config, kind, usize::MAX)
     }
 
     /// Computes a batch: its positions enter the cache, and the rows that want them get logits,
@@ -219,7 +219,8 @@ impl Model {
         self.forward_with(batch, kv, &mut ())
     }
 
-    /// [`Model::forward`] with a tap on the residual.
+    /// [`Model::forward`] with a tap on the residual. One that changes it must not be used on sequences that share blocks
+    /// ([`KvCache::add_shared`]): what it changes is no part of what blocks are known by.
     ///
     /// # Errors
     /// As [`Model::forward`].
@@ -281,22 +282,11 @@ impl Model {
 
     fn check(&self, batch: &Batch, kv: &KvCache) -> Result<(), Error> {
         let error = |what: String| Err(Error::Batch { what });
-        let (n, dim, vocab) = (batch.rows.len(), self.config.dim, self.config.vocab_size);
+        let n = batch.rows.len();
         if !kv.fits(&self.config) {
             return error("the cache was made for a model of another shape".into());
         }
-        for (i, row) in batch.rows.iter().enumerate() {
-            match *row {
-                Row::Token(id) if id as usize >= vocab => {
-                    return error(format!("row {i}: token id {id} is out of range: the vocabulary has {vocab}"));
-                }
-                Row::Embed(e) if (e as usize + 1) * dim > batch.embeds.len() => {
-                    let have = batch.embeds.len() / dim;
-                    return error(format!("row {i}: embedding {e} is out of range: the batch has {have}"));
-                }
-                _ => {}
-            }
-        }
+        check_rows(&batch.rows, &batch.embeds, &self.config)?;
         if let Some(bad) = batch.outputs.windows(2).find(|o| o[0] >= o[1]) {
             return error(format!("outputs {} and {} are not in rising order", bad[0], bad[1]));
         }
@@ -327,9 +317,7 @@ impl Model {
             }
             rows += span.rows;
         }
-        if !batch.positions.is_empty() && batch.positions.len() != n {
-            return error(format!("{} positions for {n} rows", batch.positions.len()));
-        }
+        check_positions(&batch.positions, n, MAX_POSITIONS)?;
         let deepstack = self.config.n_deepstack * batch.embeds.len();
         if !batch.deepstack.is_empty() && batch.deepstack.len() != deepstack {
             return error(format!("deepstack has {} numbers, expected {deepstack}", batch.deepstack.len()));
@@ -340,6 +328,3 @@ impl Model {
         Ok(())
     }
 }
-
-/// Positions are exact in single precision up to here.
-const MAX_POSITIONS: usize = 1 << 24;

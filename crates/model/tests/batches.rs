@@ -95,6 +95,7 @@ fn rows() {
     s.refused(|b| embeds(b, Row::Embed(u32::MAX), DIM), &["embedding 4294967295"]);
     s.refused(|b| b.deepstack = vec![0.0; DIM], &["deepstack", "32", "expected 0"]);
     s.refused(|b| b.positions = vec![[0; 3]; 2], &["2 positions", "3 rows"]);
+    s.refused(|b| b.positions = vec![[0, 1 << 25, 0]; 3], &["row 0", "33554432", "16777216"]);
 }
 
 #[test]

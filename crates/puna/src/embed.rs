@@ -39,20 +39,15 @@ impl Engine {
             next: 0,
             embeddings: vec![Vec::new(); texts.len()],
         };
-        let result = self.embed_all(&mut work);
-        // After an error, too, the cache holds nothing of them.
-        work.running.iter().for_each(|text| self.kv.remove(text.seq));
-        result.map(|()| work.embeddings)
-    }
-
-    fn embed_all(&mut self, work: &mut Work) -> Result<(), Error> {
+        // Texts leave nothing behind: they have a cache of their own, of the length of the longest at most.
+        let mut kv = self.model.kv_cache(self.kv.kind());
         loop {
-            work.fill(&mut self.batch, &mut self.kv, self.chunk);
+            work.fill(&mut self.batch, &mut kv, self.chunk);
             if self.batch.rows.is_empty() {
-                return Ok(());
+                return Ok(work.embeddings);
             }
-            let states = self.model.hidden(&self.batch, &mut self.kv)?;
-            work.pool(states, &mut self.kv)?;
+            let states = self.model.hidden(&self.batch, &mut kv)?;
+            work.pool(states, &mut kv)?;
         }
     }
 
@@ -216,7 +211,7 @@ mod tests {
     use std::path::Path;
 
     #[test]
-    fn nothing_stays_in_the_cache() {
+    fn an_error_leaves_nothing_behind() {
         let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../testdata/models/llama-gqa/model-f32.gguf");
         let gguf = Gguf::open(&path).unwrap();
         let embedding = gguf.tensor("token_embd.weight").unwrap();

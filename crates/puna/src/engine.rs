@@ -1,17 +1,20 @@
 //! The engine: many sequences, one step at a time.
 //!
-//! There is no prefill phase and no decode phase: each sequence has its tokens and a number of computed ones, and a
-//! step computes what it can of what is missing. What a sequence says depends on its own request alone.
+//! There is no prefill phase and no decode phase: each sequence has its rows and a number of computed ones, and a
+//! step computes what it can of what is missing (`scheduler.rs`). What a sequence says depends on its own request alone.
 
 use crate::error::Error;
 use crate::files::ModelFiles;
+use crate::pace::Pace;
 use crate::pooling::Declared;
-use crate::request::{Event, Finish, FinishReason, Request, RequestId};
+use crate::request::{Event, Finish, FinishReason, MAX_SAMPLES, Request, RequestId};
 use crate::sampler::{PartialSampling, SamplingParams, Scratch};
-use crate::sequence::Sequence;
-use puna_kernels::KvType;
+use crate::scheduler::{Clock, Plan, insert};
+use crate::sequence::{Sequence, Setting};
+use puna_kernels::{KV_BLOCK, KvType};
+use puna_model::batch::MAX_POSITIONS;
 use puna_model::bind::Progress;
-use puna_model::{Batch, Config, KvCache, LoadOptions, Model, Row, SeqId, Span};
+use puna_model::{Batch, Chain, Config, KvCache, LoadOptions, Model};
 use puna_text::Tokenizer;
 use std::path::PathBuf;
 use std::sync::Arc;
@@ -24,10 +27,16 @@ pub struct EngineOptions {
     pub load: LoadOptions,
     /// How keys and values are kept.
     pub kv: KvType,
-    /// Positions of a sequence; `None`: the model's own, at most [`DEFAULT_CTX`] where the sequence grows.
+    /// Most bytes of keys and values, of running sequences and of prefixes that are kept for later ones; they are taken
+    /// as they are needed. `None`: half of the memory that is free when the model is loaded, and at least one context.
+    pub kv_bytes: Option<usize>,
+    /// Positions of a sequence; `None`: the model's own, at most [`DEFAULT_CTX`] where the sequence grows. Never more
+    /// than `kv_bytes` hold.
     pub ctx: Option<usize>,
-    /// Most rows of a step.
+    /// Most rows of a step, beside one of each sequence that generates.
     pub chunk: usize,
+    /// Most requests that run at once; others wait.
+    pub max_running: usize,
 }
 
 /// The context where nobody asks for one: memory grows with use, but a runaway answer should end.
@@ -35,8 +44,30 @@ pub const DEFAULT_CTX: usize = 8192;
 
 impl Default for EngineOptions {
     fn default() -> EngineOptions {
-        EngineOptions { load: LoadOptions::default(), kv: KvType::F16, ctx: None, chunk: 512 }
+        EngineOptions {
+            load: LoadOptions::default(),
+            kv: KvType::F16,
+            kv_bytes: None,
+            ctx: None,
+            chunk: 512,
+            max_running: 128,
+        }
     }
+}
+
+/// How busy an engine is.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Status {
+    /// Answers that are being worked on.
+    pub running: usize,
+    /// Requests that wait for their turn, or for blocks that they had to give up.
+    pub waiting: usize,
+    /// Bytes of keys and values of running answers.
+    pub kv_held: usize,
+    /// Bytes of keys and values that are kept for requests that begin alike.
+    pub kv_cached: usize,
+    /// Most bytes of both.
+    pub kv_limit: usize,
 }
 
 /// A loaded model and the sequences it works on.
@@ -54,12 +85,16 @@ pub struct Engine {
     /// How its files say that texts become embeddings.
     pub(crate) declared: Result<Declared, Error>,
     pub(crate) chunk: usize,
-    /// In order of arrival.
-    running: Vec<Sequence>,
-    /// What the last finished sequence left in the cache, for a request that begins alike.
-    kept: Option<(SeqId, Vec<u32>)>,
+    pub(crate) max_running: usize,
+    /// By rank, as are those who wait.
+    pub(crate) running: Vec<Sequence>,
+    pub(crate) waiting: Vec<Sequence>,
     next_id: u64,
     pub(crate) batch: Batch,
+    pub(crate) pace: Pace,
+    pub(crate) plan: Plan,
+    /// What a step took, where that is not measured.
+    pub(crate) clock: Option<Clock>,
     scratch: Scratch,
     events: Vec<Event>,
 }
@@ -80,30 +115,39 @@ impl Engine {
     /// Loads a model whose files are open.
     ///
     /// # Errors
-    /// As [`Model::load`].
+    /// As [`Model::load`]; [`Error::KvBytes`].
     pub fn from_files(files: ModelFiles, options: &EngineOptions, progress: &mut Progress) -> Result<Engine, Error> {
         let (path, declared) = (files.path(), files.embedding());
         let (source, tokenizer, template, sampling) = files.into_parts();
         let model = Model::load(source.checkpoint(), &options.load, progress)?;
         let own = model.config().context_length;
-        let kv = model.kv_cache(options.kv);
-        let notices = model.notices().iter().cloned().chain(kv.notice(options.kv)).collect();
+        let wish = options.ctx.unwrap_or(own.min(DEFAULT_CTX));
+        let kv = kv_cache(&model, options, wish)?;
+        let ctx = wish.min(kv.capacity()).min(MAX_POSITIONS / 2);
+        let mut notices: Vec<String> = model.notices().iter().cloned().chain(kv.notice(options.kv)).collect();
+        if kv.capacity() < wish {
+            notices.push(format!("sequences have at most {ctx} positions of {wish}: the KV cache holds no more"));
+        }
         Ok(Engine {
             kv,
             notices,
-            ctx: options.ctx.unwrap_or(own.min(DEFAULT_CTX)),
+            ctx,
             text_ctx: options.ctx.unwrap_or(own),
             declared,
             chunk: options.chunk.max(1),
+            max_running: options.max_running.max(1),
             tokenizer: tokenizer.map(Arc::new),
             model,
             template,
             sampling,
             path,
             running: Vec::new(),
-            kept: None,
+            waiting: Vec::new(),
             next_id: 0,
             batch: Batch::default(),
+            pace: Pace::default(),
+            plan: Plan::default(),
+            clock: None,
             scratch: Scratch::default(),
             events: Vec::new(),
         })
@@ -159,6 +203,25 @@ impl Engine {
         PartialSampling::resolve(wishes, &self.sampling)
     }
 
+    /// How busy it is.
+    pub fn status(&self) -> Status {
+        Status {
+            running: self.running.len(),
+            waiting: self.waiting.len(),
+            kv_held: self.kv.bytes_held(),
+            kv_cached: self.kv.bytes_cached(),
+            kv_limit: self.kv.limit(),
+        }
+    }
+
+    /// Whether all counts of blocks agree: for tests.
+    ///
+    /// # Errors
+    /// What does not.
+    pub fn check(&self) -> Result<(), String> {
+        self.kv.check()
+    }
+
     /// Takes a request; [`Engine::step`] works on it.
     ///
     /// # Errors
@@ -167,160 +230,154 @@ impl Engine {
         if !self.model.has_head() {
             return Err(puna_model::Error::NoHead.into());
         }
-        let vocab = self.model.config().vocab_size;
-        if request.prompt.is_empty() {
+        let (config, prompt) = (self.model.config(), &request.prompt);
+        let vocab = config.vocab_size;
+        if prompt.is_empty() {
             return Err(Error::EmptyPrompt);
         }
-        if let Some(&id) = request.prompt.iter().find(|&&id| id as usize >= vocab) {
+        if let Some(id) = prompt.tokens().find(|&id| id as usize >= vocab) {
             return Err(Error::TokenId { id, vocab });
         }
-        if request.prompt.len() >= self.ctx {
-            return Err(Error::ContextExceeded { prompt: request.prompt.len(), ctx: self.ctx });
+        if prompt.len() >= self.ctx {
+            return Err(Error::ContextExceeded { prompt: prompt.len(), ctx: self.ctx });
         }
+        if !(1..=MAX_SAMPLES).contains(&request.n) {
+            return Err(Error::Samples { n: request.n, most: MAX_SAMPLES });
+        }
+        prompt.check(config)?;
+        let chain = Chain::of(prompt, config, config.rope.is_long(prompt.len()));
         let id = RequestId(self.next_id);
-        let mut sequence = Sequence::new(id, request, vocab, self.ctx, self.tokenizer.clone())?;
+        let setting = Setting { vocab, ctx: self.ctx, tokenizer: self.tokenizer.clone() };
+        let sequence = Sequence::new(id, request, chain, &setting)?;
         self.next_id += 1;
-        self.place(&mut sequence);
-        self.running.push(sequence);
+        insert(&mut self.waiting, sequence);
         Ok(id)
-    }
-
-    /// Gives a new sequence its place in the cache: the kept one's, as far as both begin alike.
-    fn place(&mut self, sequence: &mut Sequence) {
-        let Some((seq, tokens)) = self.kept.take() else {
-            sequence.seq = self.kv.add();
-            return;
-        };
-        let common = tokens.iter().zip(&sequence.tokens).take_while(|(a, b)| a == b).count();
-        // The last token of a prompt is computed in any case: its logits are wanted.
-        let common = common.min(sequence.tokens.len() - 1);
-        let rope = &self.model.config().rope;
-        let turns_alike = rope.is_long(tokens.len()) == rope.is_long(sequence.tokens.len());
-        sequence.seq = seq;
-        sequence.computed = self.kv.truncate(seq, if turns_alike { common } else { 0 });
-        sequence.cached = sequence.computed;
-        sequence.total = tokens.len();
     }
 
     /// Whether there is nothing to compute.
     pub fn is_idle(&self) -> bool {
-        self.running.is_empty()
+        self.running.is_empty() && self.waiting.is_empty()
     }
 
-    /// Ends a request; its text so far stands. Does nothing for one that has ended.
-    pub fn cancel(&mut self, id: RequestId) -> Option<Event> {
-        let at = self.running.iter().position(|s| s.id == id)?;
-        let mut sequence = self.running.remove(at);
-        let event = sequence.finish(FinishReason::Cancelled);
-        self.keep(sequence);
-        Some(event)
+    /// Ends a request and gives its blocks back; its texts so far stand. Returns the last events of the answers that
+    /// have not ended before: none for a request that has.
+    pub fn cancel(&mut self, id: RequestId) -> Vec<Event> {
+        let mut events = Vec::new();
+        for sequences in [&mut self.running, &mut self.waiting] {
+            for sequence in sequences.extract_if(.., |s| s.id == id) {
+                self.kv.remove(sequence.seq);
+                let mut sequence = sequence;
+                let siblings = std::mem::take(&mut sequence.siblings);
+                events.extend([sequence].into_iter().chain(siblings).map(|mut s| s.finish(FinishReason::Cancelled)));
+            }
+        }
+        events
     }
 
-    /// Computes one batch: a token of every sequence that generates, and as much of the prompts as fits. Returns what
-    /// came of it.
+    /// Computes one batch: a token of every sequence that generates, and as much of the prompts as is good. Returns
+    /// what came of it.
     ///
     /// # Errors
     /// When the batch cannot be computed, as when memory ends. An error of one sequence is its [`FinishReason`].
     pub fn step(&mut self) -> Result<&[Event], Error> {
         self.events.clear();
-        self.schedule();
+        let work = self.schedule();
         if self.batch.rows.is_empty() {
-            return Ok(&self.events);
+            // There is room for one at least, unless the system has no memory for it.
+            let out_of_memory = puna_model::Error::OutOfMemory { what: "the KV cache" };
+            return if self.is_idle() { Ok(&self.events) } else { Err(out_of_memory.into()) };
         }
         let vocab = self.model.config().vocab_size;
+        let start = Instant::now();
         let logits = self.model.forward(&self.batch, &mut self.kv)?;
-        let mut rows = logits.chunks_exact(vocab);
         let now = Instant::now();
+        let time = self.clock.as_mut().map_or(now - start, |clock| clock(work));
+        self.pace.record(work, time);
+        let mut rows = logits.chunks_exact(vocab);
         for span in &self.batch.spans {
-            let sequence = self.running.iter_mut().find(|s| s.seq == span.seq).expect("spans are of running sequences");
+            let at = self.running.iter().position(|s| s.seq == span.seq).expect("spans are of running sequences");
+            let sequence = &mut self.running[at];
             sequence.computed += span.rows;
-            sequence.total = span.total;
-            if sequence.computed == sequence.tokens.len() {
-                let logits = rows.next().expect("a whole sequence asked for logits");
-                self.events.push(sequence.sample(logits, &mut self.scratch, now));
+            if sequence.missing() > 0 {
+                continue;
+            }
+            let logits = rows.next().expect("a whole sequence asked for logits");
+            let siblings = sequence.split(&mut self.kv);
+            self.events.push(sequence.sample(logits, &mut self.scratch, now));
+            for mut sibling in siblings {
+                self.events.push(sibling.sample(logits, &mut self.scratch, now));
+                insert(&mut self.running, sibling);
             }
         }
-        while let Some(at) = self.running.iter().position(|s| s.is_finished) {
-            let sequence = self.running.remove(at);
-            self.keep(sequence);
+        for ended in self.running.extract_if(.., |s| s.is_finished) {
+            self.kv.remove(ended.seq);
         }
         Ok(&self.events)
     }
 
-    /// Fills the batch.
-    fn schedule(&mut self) {
-        self.batch.clear();
-        let rope = &self.model.config().rope;
-        for s in &mut self.running {
-            if s.computed > 0 && rope.is_long(s.total) != rope.is_long(s.tokens.len()) {
-                // The whole sequence rotates otherwise from here on.
-                s.computed = self.kv.truncate(s.seq, 0);
-            }
-        }
-        let mut budget = self.chunk;
-        // Sequences with one missing token generate: they come first, so that no prompt holds them up.
-        for generating in [true, false] {
-            for s in self.running.iter().filter(|s| (s.tokens.len() - s.computed == 1) == generating) {
-                let rows = (s.tokens.len() - s.computed).min(budget.max(usize::from(generating)));
-                if rows == 0 {
-                    continue;
-                }
-                budget = budget.saturating_sub(rows);
-                let (start, total) = (s.computed, s.tokens.len());
-                self.batch.rows.extend(s.tokens[start..start + rows].iter().map(|&t| Row::Token(t)));
-                self.batch.spans.push(Span { seq: s.seq, start, rows, total });
-                if start + rows == total {
-                    self.batch.outputs.push(self.batch.rows.len() as u32 - 1);
-                }
-            }
-        }
-    }
-
-    /// Keeps what a finished sequence left in the cache, in place of what was kept before.
-    fn keep(&mut self, sequence: Sequence) {
-        let (seq, mut tokens) = (sequence.seq, sequence.tokens);
-        tokens.truncate(sequence.computed);
-        if let Some((old, _)) = self.kept.replace((seq, tokens)) {
-            self.kv.remove(old);
-        }
-    }
-
-    /// Works on one request until it ends; `each` gets every event of it and may end it by returning false.
+    /// Works on one request until all its answers end, and on others beside it; `each` gets every event of it and may
+    /// end it by returning false. Returns how the first answer ended.
     ///
     /// # Errors
-    /// As [`Engine::add`] and [`Engine::step`], and the error that ended the sequence, if one did.
+    /// As [`Engine::add`] and [`Engine::step`], which end the request, and the error that ended the first answer, if one
+    /// did.
     pub fn generate(&mut self, request: Request, mut each: impl FnMut(&Event) -> bool) -> Result<Finish, Error> {
+        let mut left = request.n;
         let id = self.add(request)?;
-        loop {
-            let events = self.step()?;
+        let mut first = None;
+        while left > 0 {
+            let events = match self.step() {
+                Ok(events) => events,
+                Err(e) => {
+                    self.cancel(id);
+                    return Err(e);
+                }
+            };
             let mut go_on = true;
-            let mut finish = None;
+            let mut take = |event: &Event| {
+                go_on &= each(event);
+                left -= usize::from(event.finish.is_some());
+                if event.sample == 0 {
+                    first = event.finish.clone().or(first.take());
+                }
+            };
             if events.is_empty() {
                 // A part of the prompt.
-                go_on = each(&self.progress(id));
+                let at = self.running.iter().find(|s| s.id == id);
+                at.map(Sequence::progress).iter().for_each(take);
             } else {
-                for event in events.iter().filter(|e| e.id == id) {
-                    go_on &= each(event);
-                    finish = event.finish.clone().or(finish);
-                }
+                events.iter().filter(|event| event.id == id).for_each(&mut take);
             }
-            if finish.is_none() && !go_on {
-                finish = self.cancel(id).and_then(|event| {
+            if !go_on && left > 0 {
+                for event in self.cancel(id) {
                     each(&event);
-                    event.finish
-                });
-            }
-            match finish {
-                Some(Finish { reason: FinishReason::Error(e), .. }) => return Err(e),
-                Some(finish) => return Ok(finish),
-                None => {}
+                    first = event.finish.filter(|_| event.sample == 0).or(first.take());
+                }
+                break;
             }
         }
+        match first.expect("every answer ends with an event") {
+            Finish { reason: FinishReason::Error(e), .. } => Err(e),
+            finish => Ok(finish),
+        }
     }
+}
 
-    /// An event that says only how far a request's prompt is.
-    fn progress(&self, id: RequestId) -> Event {
-        let computed = self.running.iter().find(|s| s.id == id).map_or(0, |s| s.computed);
-        Event { id, computed, token: None, text: String::new(), finish: None }
+/// The cache for a model: as large as the options say, or as the machine allows.
+fn kv_cache(model: &Model, options: &EngineOptions, ctx: usize) -> Result<KvCache, Error> {
+    let block = model.kv_cache(options.kv).block_bytes();
+    let context = ctx.div_ceil(KV_BLOCK).saturating_mul(block);
+    let bytes = options.kv_bytes.unwrap_or_else(|| (free_memory() / 2).max(context));
+    if bytes < block {
+        return Err(Error::KvBytes { bytes, block });
     }
+    Ok(KvCache::new(model.config(), options.kv, bytes))
+}
+
+/// Bytes that the system, or the group of processes that this one belongs to, can still give.
+fn free_memory() -> usize {
+    let memory = sysinfo::MemoryRefreshKind::nothing().with_ram();
+    let system = sysinfo::System::new_with_specifics(sysinfo::RefreshKind::nothing().with_memory(memory));
+    let group = system.cgroup_limits().map_or(u64::MAX, |limits| limits.free_memory);
+    usize::try_from(system.available_memory().min(group)).unwrap_or(usize::MAX)
 }

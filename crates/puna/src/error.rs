@@ -56,6 +56,22 @@ pub enum Error {
         /// Positions of the context.
         ctx: usize,
     },
+    /// A cache that holds nothing.
+    #[error("a KV cache of {bytes} bytes is too small: 32 positions take {block}")]
+    KvBytes {
+        /// Bytes it may take.
+        bytes: usize,
+        /// Bytes of 32 positions.
+        block: usize,
+    },
+    /// More answers to a request than there can be, or none.
+    #[error("n must be 1 to {most}, found {n}")]
+    Samples {
+        /// Answers asked for.
+        n: usize,
+        /// Most there can be.
+        most: usize,
+    },
     /// A token id that the model does not have.
     #[error("token id {id} is out of range: the vocabulary has {vocab}")]
     TokenId {

@@ -23,18 +23,20 @@ pub mod embed;
 pub mod engine;
 pub mod error;
 pub mod files;
+mod pace;
 pub mod pooling;
 pub mod request;
 pub mod sampler;
+mod scheduler;
 mod sequence;
 
 pub use convert::{Conversion, ConvertOptions};
 pub use embed::EmbedOptions;
-pub use engine::{Engine, EngineOptions};
+pub use engine::{Engine, EngineOptions, Status};
 pub use error::Error;
 pub use files::ModelFiles;
 pub use pooling::{Declared, Pooling};
-pub use request::{Event, Finish, FinishReason, Request, RequestId, Stats};
+pub use request::{Event, Finish, FinishReason, Logprobs, Request, RequestId, Stats};
 
 pub use puna_kernels::{Isa, KvType, Pool};
-pub use puna_model::{BackendKind, LoadOptions};
+pub use puna_model::{BackendKind, LoadOptions, Prompt, Row};

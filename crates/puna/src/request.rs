@@ -1,30 +1,49 @@
 //! What goes into the engine and what comes out.
 
 use crate::error::Error;
-use crate::sampler::SamplingParams;
+use crate::sampler::{SamplingParams, TokenLogprob};
+use puna_model::Prompt;
 use std::time::Duration;
 
 /// A request in an [`Engine`](crate::Engine).
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct RequestId(pub(crate) u64);
 
-/// A text to be continued.
+/// Something to be continued.
 #[derive(Clone, Debug)]
 pub struct Request {
-    /// Token ids.
-    pub prompt: Vec<u32>,
+    /// What is continued: token ids, or rows of whatever the model takes.
+    pub prompt: Prompt,
     /// How tokens are chosen.
     pub sampling: SamplingParams,
     /// Most tokens to generate; `None`: as many as the context holds.
     pub max_tokens: Option<usize>,
     /// Texts that end the answer; they are not part of it.
     pub stop: Vec<String>,
+    /// Who comes first where not all can run: the higher number, and then who came first.
+    pub priority: i32,
+    /// Answers wanted, 1 to [`MAX_SAMPLES`]. They share what is computed of the prompt; answer i is what the request
+    /// with the seed plus i says alone.
+    pub n: usize,
+    /// Whether events tell the log-probabilities of tokens, and of how many of the most likely others.
+    pub logprobs: Option<usize>,
 }
 
+/// Most answers of a request.
+pub const MAX_SAMPLES: usize = 128;
+
 impl Request {
-    /// A request with the given sampling and no limits of its own.
-    pub fn new(prompt: Vec<u32>, sampling: SamplingParams) -> Request {
-        Request { prompt, sampling, max_tokens: None, stop: Vec::new() }
+    /// A request for one answer with the given sampling and no limits of its own.
+    pub fn new(prompt: impl Into<Prompt>, sampling: SamplingParams) -> Request {
+        Request {
+            prompt: prompt.into(),
+            sampling,
+            max_tokens: None,
+            stop: Vec::new(),
+            priority: 0,
+            n: 1,
+            logprobs: None,
+        }
     }
 }
 
@@ -33,14 +52,27 @@ impl Request {
 pub struct Event {
     /// Whose it is.
     pub id: RequestId,
+    /// Which of its answers, from 0.
+    pub sample: usize,
     /// Positions computed so far.
     pub computed: usize,
     /// The token that was chosen.
     pub token: Option<u32>,
+    /// How likely it was, if that was asked for.
+    pub logprobs: Option<Logprobs>,
     /// Text that is final now: whole characters, nothing of a stop string.
     pub text: String,
-    /// Set on the request's last event.
+    /// Set on the answer's last event.
     pub finish: Option<Finish>,
+}
+
+/// Log-probabilities at one position, before any bias, penalty or temperature.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Logprobs {
+    /// Of the token that was chosen.
+    pub logprob: f64,
+    /// The most likely tokens, as many as asked for, likeliest first.
+    pub top: Vec<TokenLogprob>,
 }
 
 /// How a request ended.
@@ -82,19 +114,28 @@ impl FinishReason {
 pub struct Stats {
     /// Tokens of the prompt.
     pub prompt_tokens: usize,
-    /// Of these, how many were in the cache already.
+    /// Of these, how many were in the cache already and were not computed.
     pub cached_tokens: usize,
     /// Tokens generated, an end token included.
     pub generated_tokens: usize,
-    /// From arrival to the first token.
+    /// From arrival to when work on it began.
+    pub queue_time: Duration,
+    /// From then to the first token.
     pub prompt_time: Duration,
     /// From the first token to the last.
     pub generate_time: Duration,
+    /// How often it had to make room for others, and was computed again.
+    pub preemptions: usize,
     /// The seed that reproduces the text.
     pub seed: u64,
 }
 
 impl Stats {
+    /// From arrival to the first token.
+    pub fn time_to_first_token(&self) -> Duration {
+        self.queue_time + self.prompt_time
+    }
+
     /// Prompt tokens computed a second.
     pub fn prompt_rate(&self) -> f64 {
         rate(self.prompt_tokens - self.cached_tokens, self.prompt_time)

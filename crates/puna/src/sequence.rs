@@ -1,102 +1,268 @@
-//! One request on its way.
+//! One answer to a request on its way.
 
 use crate::error::Error;
-use crate::request::{Event, Finish, FinishReason, Request, RequestId, Stats};
-use crate::sampler::{Sampler, Scratch};
-use puna_model::SeqId;
+use crate::request::{Event, Finish, FinishReason, Logprobs, Request, RequestId, Stats};
+use crate::sampler::{LogSoftmax, SampleError, Sampler, SamplingParams, Scratch};
+use puna_model::rope::Rope;
+use puna_model::{Batch, Chain, KvCache, Outputs, Prompt, SeqId};
 use puna_text::{StopMatcher, TokenStream, Tokenizer};
+use std::cmp::Reverse;
 use std::collections::BTreeSet;
 use std::sync::Arc;
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
-/// A sequence: its tokens, how many of them are computed, and how its text is made.
+/// A sequence: its rows, how many of them are computed, and how its text is made.
 pub(crate) struct Sequence {
     pub id: RequestId,
-    /// Its place in the cache; set by the engine.
+    /// Which answer to the request.
+    pub sample: usize,
+    pub priority: i32,
+    /// Its place in the cache, while it runs.
     pub seq: SeqId,
-    /// Prompt and answer.
-    pub tokens: Vec<u32>,
-    /// How many of the tokens are in the cache.
+    /// How many of its rows are in the cache.
     pub computed: usize,
-    /// How many of the prompt's were there before.
-    pub cached: usize,
-    /// How long the sequence was when its computed tokens were: what longrope goes by.
-    pub total: usize,
     pub is_finished: bool,
-    prompt_len: usize,
+    /// Other answers, which begin when the prompt is computed.
+    pub siblings: Vec<Sequence>,
+    prompt: Arc<Prompt>,
+    answer: Vec<u32>,
+    /// What its rows are.
+    chain: Chain,
+    /// How far positions of the answer are ahead of their place.
+    delta: i64,
     /// Length at which it ends.
-    limit: usize,
+    pub limit: usize,
     sampler: Sampler,
+    logprobs: Option<usize>,
     eog: BTreeSet<u32>,
     ignore_eos: bool,
     stream: Option<TokenStream<Arc<Tokenizer>>>,
     stop: StopMatcher,
+    times: Times,
+    cached: usize,
+    preemptions: usize,
+}
+
+/// When what happened.
+#[derive(Clone, Copy)]
+struct Times {
     arrival: Instant,
+    begin: Option<Instant>,
     first_token: Option<Instant>,
     last_token: Instant,
 }
 
+/// What all sequences of an engine have in common.
+pub(crate) struct Setting {
+    pub vocab: usize,
+    pub ctx: usize,
+    pub tokenizer: Option<Arc<Tokenizer>>,
+}
+
 impl Sequence {
-    pub fn new(
-        id: RequestId,
-        request: Request,
-        vocab: usize,
-        ctx: usize,
-        tokenizer: Option<Arc<Tokenizer>>,
-    ) -> Result<Sequence, Error> {
-        let eog = tokenizer.as_ref().map(|t| t.eog_ids().clone()).unwrap_or_default();
+    /// The answers to a request: one, which the others wait in. `chain`: what the prompt's rows are.
+    pub fn new(id: RequestId, request: Request, chain: Chain, setting: &Setting) -> Result<Sequence, Error> {
+        let eog = setting.tokenizer.as_ref().map(|t| t.eog_ids().clone()).unwrap_or_default();
         let ids: Vec<u32> = eog.iter().copied().collect();
-        let mut sampler = Sampler::new(&request.sampling, vocab, &ids)?;
-        sampler.accept_prompt(&request.prompt);
-        let prompt_len = request.prompt.len();
+        let mut sampler = Sampler::new(&request.sampling, setting.vocab, &ids)?;
+        request.prompt.tokens().for_each(|id| sampler.accept_prompt(&[id]));
+        let (prompt_len, delta) = (request.prompt.len(), request.prompt.position_delta());
         let now = Instant::now();
-        Ok(Sequence {
+        let mut first = Sequence {
             id,
+            sample: 0,
+            priority: request.priority,
             seq: SeqId::NONE,
             computed: 0,
-            cached: 0,
-            total: 0,
             is_finished: false,
-            prompt_len,
-            limit: request.max_tokens.map_or(ctx, |n| prompt_len.saturating_add(n).min(ctx)),
+            siblings: Vec::new(),
+            prompt: Arc::new(request.prompt),
+            answer: Vec::new(),
+            chain,
+            delta,
+            limit: request.max_tokens.map_or(setting.ctx, |n| prompt_len.saturating_add(n).min(setting.ctx)),
             sampler,
+            logprobs: request.logprobs,
             eog,
             ignore_eos: request.sampling.ignore_eos,
-            stream: tokenizer.map(|t| TokenStream::continuing(t).skip_special(true)),
+            stream: setting.tokenizer.clone().map(|t| TokenStream::continuing(t).skip_special(true)),
             stop: StopMatcher::new(&request.stop),
-            tokens: request.prompt,
-            arrival: now,
-            first_token: None,
-            last_token: now,
-        })
+            times: Times { arrival: now, begin: None, first_token: None, last_token: now },
+            cached: 0,
+            preemptions: 0,
+        };
+        for sample in 1..request.n {
+            let seed = Some(first.sampler.seed().wrapping_add(sample as u64));
+            let sampling = SamplingParams { seed, ..request.sampling.clone() };
+            let mut sampler = Sampler::new(&sampling, setting.vocab, &ids)?;
+            first.prompt.tokens().for_each(|id| sampler.accept_prompt(&[id]));
+            let sibling = Sequence {
+                sample,
+                siblings: Vec::new(),
+                prompt: first.prompt.clone(),
+                answer: Vec::new(),
+                chain: Chain::default(),
+                sampler,
+                eog: first.eog.clone(),
+                stream: setting.tokenizer.clone().map(|t| TokenStream::continuing(t).skip_special(true)),
+                stop: StopMatcher::new(&request.stop),
+                ..first
+            };
+            first.siblings.push(sibling);
+        }
+        Ok(first)
+    }
+
+    /// Rows, computed or not.
+    pub fn len(&self) -> usize {
+        self.prompt.len() + self.answer.len()
+    }
+
+    /// Rows that are not computed.
+    pub fn missing(&self) -> usize {
+        self.len() - self.computed
+    }
+
+    /// Whether all but its newest row is computed.
+    pub fn is_generating(&self) -> bool {
+        self.missing() == 1
+    }
+
+    /// The lowest comes first: the highest priority, and then who came first.
+    pub fn rank(&self) -> (Reverse<i32>, RequestId, usize) {
+        (Reverse(self.priority), self.id, self.sample)
+    }
+
+    /// Begins, or begins again, in the cache.
+    pub fn begin(&mut self, kv: &mut KvCache, rope: &Rope) {
+        self.seq = kv.add_shared();
+        self.turn(kv, rope);
+        self.adopt(kv);
+    }
+
+    /// Leaves the cache, to be computed again.
+    pub fn preempt(&mut self, kv: &mut KvCache) {
+        self.leave(kv);
+        self.preemptions += 1;
+    }
+
+    /// Leaves the cache.
+    pub fn leave(&mut self, kv: &mut KvCache) {
+        kv.remove(self.seq);
+        self.seq = SeqId::NONE;
+        self.computed = 0;
+        if self.answer.is_empty() {
+            self.cached = 0;
+        }
+    }
+
+    /// Work on it has begun.
+    pub fn set_begun(&mut self, now: Instant) {
+        self.times.begin.get_or_insert(now);
+    }
+
+    /// Where its rotation depends on its length, and the length has come to where it changes, nothing is computed.
+    pub fn turn(&mut self, kv: &mut KvCache, rope: &Rope) {
+        let is_long = rope.is_long(self.len());
+        if self.chain.is_long() != is_long {
+            self.chain.set_long(is_long);
+            self.computed = kv.truncate(self.seq, 0);
+        }
+    }
+
+    /// Takes what is in the cache of the rows that are missing.
+    pub fn adopt(&mut self, kv: &mut KvCache) {
+        let len = kv.adopt(self.seq, &self.chain, self.len());
+        if self.answer.is_empty() {
+            self.cached += len - self.computed;
+        }
+        self.computed = len;
+    }
+
+    /// Whether another one's next block is the same as its own: one of them need not compute it.
+    pub fn follows(&self, other: &Sequence) -> bool {
+        let block = self.computed / puna_kernels::KV_BLOCK;
+        other.computed / puna_kernels::KV_BLOCK == block && self.chain.shares(&other.chain, block)
+    }
+
+    /// Adds its next rows to a batch.
+    pub fn push(&self, batch: &mut Batch, rows: usize, dim: usize) {
+        let (start, end, prompt) = (self.computed, self.computed + rows, self.prompt.len());
+        let in_prompt = start.min(prompt)..end.min(prompt);
+        let answer = &self.answer[start.max(prompt) - prompt..end.max(prompt) - prompt];
+        if in_prompt.is_empty() {
+            batch.push(self.seq, start, &[], Outputs::None);
+        } else {
+            batch.push_prompt(self.seq, &self.prompt, in_prompt, dim, Outputs::None);
+        }
+        batch.extend(answer, self.delta);
+        if let Some(span) = batch.spans.last_mut() {
+            span.total = self.len();
+        }
+        if end == self.len() {
+            batch.outputs.push(batch.rows.len() as u32 - 1);
+        }
+    }
+
+    /// The siblings, with a place in the cache each: they go on from where this one is.
+    pub fn split(&mut self, kv: &mut KvCache) -> Vec<Sequence> {
+        let mut siblings = std::mem::take(&mut self.siblings);
+        for sibling in &mut siblings {
+            sibling.seq = kv.fork(self.seq).unwrap_or(SeqId::NONE);
+            sibling.chain = self.chain.clone();
+            sibling.computed = self.computed;
+            sibling.cached = self.cached;
+            sibling.preemptions = self.preemptions;
+            sibling.times = self.times;
+        }
+        siblings
     }
 
     /// Chooses the next token from the logits of the last one.
     pub fn sample(&mut self, logits: &[f32], scratch: &mut Scratch, now: Instant) -> Event {
-        if self.tokens.len() >= self.limit {
+        if self.len() >= self.limit {
             return self.finish(FinishReason::Length);
         }
-        let token = match self.sampler.sample(logits, scratch) {
-            Ok(token) => token,
+        let chosen = self
+            .sampler
+            .sample(logits, scratch)
+            .and_then(|token| Ok((token, self.logprobs.map(|n| logprobs(logits, token, n, scratch)).transpose()?)));
+        let (token, logprobs) = match chosen {
+            Ok(chosen) => chosen,
             Err(e) => return self.finish(FinishReason::Error(e.into())),
         };
-        self.first_token.get_or_insert(now);
-        self.last_token = now;
-        self.tokens.push(token);
+        self.times.first_token.get_or_insert(now);
+        self.times.last_token = now;
+        let position = (self.len() as i64 + self.delta) as u32;
+        self.chain.push_token(token, [position; 3]);
+        self.answer.push(token);
         if self.eog.contains(&token) && !self.ignore_eos {
-            return Event { token: Some(token), ..self.finish(FinishReason::Stop) };
+            return Event { token: Some(token), logprobs, ..self.finish(FinishReason::Stop) };
         }
         self.sampler.accept(token);
         let piece = self.stream.as_mut().and_then(|s| s.push(token)).unwrap_or_default();
         let step = self.stop.push(&piece);
         let event = if step.stopped.is_some() {
             self.finish(FinishReason::Stop)
-        } else if self.tokens.len() >= self.limit {
+        } else if self.len() >= self.limit {
             self.finish(FinishReason::Length)
         } else {
-            Event { id: self.id, computed: self.computed, token: None, text: String::new(), finish: None }
+            self.progress()
         };
-        Event { token: Some(token), text: step.text + &event.text, ..event }
+        Event { token: Some(token), logprobs, text: step.text + &event.text, ..event }
+    }
+
+    /// An event that says only how far it is.
+    pub fn progress(&self) -> Event {
+        Event {
+            id: self.id,
+            sample: self.sample,
+            computed: self.computed,
+            token: None,
+            logprobs: None,
+            text: String::new(),
+            finish: None,
+        }
     }
 
     /// Ends the sequence: text that was held back comes out, unless a stop string ended it.
@@ -108,15 +274,29 @@ impl Sequence {
             text = self.stop.push(&tail).text;
             text.push_str(&self.stop.finish());
         }
-        let first = self.first_token.unwrap_or(self.last_token);
-        let stats = Stats {
-            prompt_tokens: self.prompt_len,
-            cached_tokens: self.cached,
-            generated_tokens: self.tokens.len() - self.prompt_len,
-            prompt_time: first - self.arrival,
-            generate_time: self.last_token - first,
-            seed: self.sampler.seed(),
-        };
-        Event { id: self.id, computed: self.computed, token: None, text, finish: Some(Finish { reason, stats }) }
+        Event { text, finish: Some(Finish { reason, stats: self.stats() }), ..self.progress() }
     }
+
+    fn stats(&self) -> Stats {
+        let Times { arrival, begin, first_token, last_token } = self.times;
+        let begun = begin.unwrap_or(arrival);
+        Stats {
+            prompt_tokens: self.prompt.len(),
+            cached_tokens: self.cached,
+            generated_tokens: self.answer.len(),
+            queue_time: begin.map_or_else(|| arrival.elapsed(), |begin| begin - arrival),
+            prompt_time: first_token.map_or(Duration::ZERO, |first| first - begun),
+            generate_time: first_token.map_or(Duration::ZERO, |first| last_token - first),
+            preemptions: self.preemptions,
+            seed: self.sampler.seed(),
+        }
+    }
+}
+
+fn logprobs(logits: &[f32], token: u32, n: usize, scratch: &mut Scratch) -> Result<Logprobs, SampleError> {
+    let softmax = LogSoftmax::new(logits)?;
+    let mut top = Vec::new();
+    softmax.top(n, scratch, &mut top);
+    let logprob = softmax.get(token).expect("the token is one of the logits'");
+    Ok(Logprobs { logprob, top })
 }

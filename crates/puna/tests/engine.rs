@@ -2,77 +2,12 @@
 
 #![allow(clippy::unwrap_used)]
 
+mod support;
+
 use puna::sampler::{LogitBias, PartialSampling, SampleError};
-use puna::{Engine, EngineOptions, Error, Event, Finish, FinishReason, LoadOptions, Request};
+use puna::{Engine, EngineOptions, Error, FinishReason, LoadOptions, Request};
 use std::collections::HashMap;
-use std::path::PathBuf;
-
-fn model(name: &str) -> PathBuf {
-    PathBuf::from(env!("CARGO_MANIFEST_DIR")).join("../../testdata/models").join(name).join("model-f32.gguf")
-}
-
-fn options(threads: usize, chunk: usize) -> EngineOptions {
-    let load = LoadOptions { threads, ..LoadOptions::default() };
-    EngineOptions { load, chunk, ..EngineOptions::default() }
-}
-
-fn engine(name: &str, threads: usize, chunk: usize) -> Engine {
-    Engine::load(model(name), &options(threads, chunk), &mut |_, _| {}).unwrap()
-}
-
-fn prompt(n: usize, seed: u32) -> Vec<u32> {
-    (0..n as u32).map(|i| (i * 7919 + seed * 131 + 13) % 500 + 3).collect()
-}
-
-fn request(prompt: Vec<u32>, wishes: &PartialSampling, n: usize) -> Request {
-    let mut request = Request::new(prompt, PartialSampling::resolve(wishes, &PartialSampling::default()));
-    request.max_tokens = Some(n);
-    request
-}
-
-fn seeded(seed: u64) -> PartialSampling {
-    PartialSampling { seed: Some(seed), ignore_eos: Some(true), ..PartialSampling::default() }
-}
-
-fn greedy() -> PartialSampling {
-    PartialSampling { temperature: Some(0.0), ignore_eos: Some(true), ..PartialSampling::default() }
-}
-
-#[derive(Clone, Debug, Default, PartialEq)]
-struct Answer {
-    tokens: Vec<u32>,
-    text: String,
-    reason: String,
-}
-
-impl Answer {
-    fn take(&mut self, event: &Event) {
-        self.tokens.extend(event.token);
-        self.text.push_str(&event.text);
-        if let Some(finish) = &event.finish {
-            self.reason = finish.reason.name().to_owned();
-        }
-    }
-}
-
-fn answer(engine: &mut Engine, request: Request) -> (Answer, Finish) {
-    let mut answer = Answer::default();
-    let finish = engine.generate(request, |event| {
-        answer.take(event);
-        true
-    });
-    (answer, finish.unwrap())
-}
-
-/// Requests of different lengths, samplings and limits.
-fn mixed() -> Vec<Request> {
-    (0..9)
-        .map(|i| {
-            let wishes = if i % 3 == 0 { greedy() } else { seeded(i as u64) };
-            request(prompt(3 + 11 * i, i as u32), &wishes, 5 + 3 * i)
-        })
-        .collect()
-}
+use support::{Answer, answer, check_empty, engine, greedy, mixed, model, prompt, request, seeded};
 
 #[test]
 fn alone_or_in_company() {
@@ -93,37 +28,6 @@ fn alone_or_in_company() {
             }
         }
     }
-}
-
-#[test]
-fn a_kept_prefix_changes_nothing() {
-    let mut fresh = engine("llama-gqa", 2, 512);
-    let mut kept = engine("llama-gqa", 2, 512);
-    let first = prompt(70, 1);
-    answer(&mut kept, request(first.clone(), &seeded(4), 20));
-    let mut second = first[..64].to_vec();
-    second.extend(prompt(9, 2));
-    let (a, cold) = answer(&mut fresh, request(second.clone(), &seeded(5), 20));
-    let (b, warm) = answer(&mut kept, request(second.clone(), &seeded(5), 20));
-    assert_eq!(a, b);
-    assert_eq!((cold.stats.cached_tokens, warm.stats.cached_tokens), (0, 64));
-    // The same prompt again: all but its last token is there.
-    let (c, again) = answer(&mut kept, request(second.clone(), &seeded(5), 20));
-    assert_eq!(a, c);
-    assert_eq!(again.stats.cached_tokens, second.len() - 1);
-}
-
-#[test]
-fn a_kept_prefix_whose_window_has_passed() {
-    let mut fresh = engine("mistral-swa", 1, 512);
-    let mut kept = engine("mistral-swa", 1, 512);
-    let long = prompt(200, 1);
-    answer(&mut kept, request(long.clone(), &greedy(), 4));
-    let short = [&long[..40], &prompt(5, 9)[..]].concat();
-    let (a, _) = answer(&mut fresh, request(short.clone(), &greedy(), 12));
-    let (b, finish) = answer(&mut kept, request(short.clone(), &greedy(), 12));
-    assert_eq!(a, b);
-    assert_eq!(finish.stats.cached_tokens, 0, "the blocks that position 40 sees are gone");
 }
 
 #[test]
@@ -202,9 +106,9 @@ fn cancelled_requests_leave_the_others_alone() {
     let mut got = Answer::default();
     for step in 0.. {
         if step == 3 {
-            let event = engine.cancel(doomed).unwrap();
+            let event = engine.cancel(doomed).remove(0);
             assert_eq!(event.finish.unwrap().reason, FinishReason::Cancelled);
-            assert!(engine.cancel(doomed).is_none());
+            assert!(engine.cancel(doomed).is_empty());
         }
         engine.step().unwrap().iter().filter(|e| e.id == kept).for_each(|e| got.take(e));
         if engine.is_idle() {
@@ -218,4 +122,67 @@ fn cancelled_requests_leave_the_others_alone() {
         steps < 6
     });
     assert_eq!(finish.unwrap().reason, FinishReason::Cancelled);
+    check_empty(&engine);
+}
+
+#[test]
+fn parallel_answers() {
+    for name in ["llama-gqa", "mistral-swa"] {
+        let mut alone = engine(name, 1, 512);
+        let mut together = engine(name, 2, 20);
+        for (len, max_tokens) in [(1, 9), (31, 40), (32, 3), (50, 30), (7, 0)] {
+            let mut one = request(prompt(len, 7), &seeded(40), max_tokens);
+            one.logprobs = Some(3);
+            let several = Request { n: 5, ..one.clone() };
+            let mut got = vec![Answer::default(); 5];
+            let first = together.generate(several, |event| {
+                got[event.sample].take(event);
+                true
+            });
+            assert_eq!(first.unwrap().stats.seed, 40);
+            check_empty(&together);
+            for (i, got) in got.iter().enumerate() {
+                one.sampling.seed = Some(40 + i as u64);
+                let (expected, _) = answer(&mut alone, one.clone());
+                assert_eq!(got, &expected, "{name}, {len} tokens, answer {i}");
+                assert_eq!(got.logprobs.len(), max_tokens);
+            }
+        }
+        // The prompt is computed once.
+        let id = together.add(Request { n: 4, ..request(prompt(60, 1), &seeded(1), 2) }).unwrap();
+        let mut steps = 0;
+        while together.step().unwrap().is_empty() {
+            steps += 1;
+        }
+        assert_eq!((steps, together.status().running), (2, 4));
+        assert_eq!(together.cancel(id).len(), 4);
+        check_empty(&together);
+    }
+}
+
+#[test]
+fn how_many_answers() {
+    let mut engine = engine("llama-gqa", 1, 512);
+    for n in [0, 129, usize::MAX] {
+        let error = engine.add(Request { n, ..request(prompt(3, 0), &seeded(1), 2) }).unwrap_err();
+        assert_eq!(error, Error::Samples { n, most: 128 });
+    }
+    let id = engine.add(Request { n: 128, ..request(prompt(3, 0), &seeded(1), 2) }).unwrap();
+    // Those that have not begun end as well.
+    assert_eq!(engine.cancel(id).iter().map(|event| event.sample).collect::<Vec<_>>(), (0..128).collect::<Vec<_>>());
+    check_empty(&engine);
+}
+
+#[test]
+fn logprobs_are_of_the_model() {
+    let mut engine = engine("llama-gqa", 1, 512);
+    let mut r = request(prompt(9, 1), &greedy(), 6);
+    assert!(answer(&mut engine, r.clone()).0.logprobs.is_empty());
+    r.logprobs = Some(4);
+    let (a, _) = answer(&mut engine, r);
+    for (token, l) in a.tokens.iter().zip(&a.logprobs) {
+        assert_eq!((l.top.len(), l.top[0].id, l.top[0].logprob), (4, *token, l.logprob));
+        assert!(l.top.is_sorted_by(|a, b| a.logprob >= b.logprob) && l.logprob < 0.0);
+    }
+    assert_eq!(a.logprobs.len(), 6);
 }
