@@ -162,6 +162,18 @@ impl KvBlocks {
         self.free.push(id);
     }
 
+    /// Makes the content of block `to` that of block `from`.
+    ///
+    /// # Panics
+    /// If one of them is none.
+    pub fn copy(&mut self, from: u32, to: u32) {
+        if from != to {
+            let (from, to) = (self.block(from), self.block(to));
+            // SAFETY: two blocks of `block_bytes`, and nothing else uses them while we are borrowed mutably.
+            unsafe { std::ptr::copy_nonoverlapping(from, to, self.block_bytes) };
+        }
+    }
+
     /// Bytes of all blocks.
     pub fn bytes(&self) -> usize {
         self.blocks.len() * self.block_bytes

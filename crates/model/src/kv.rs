@@ -49,7 +49,6 @@ struct Slot {
 /// Layers with the same window.
 struct Group {
     window: Option<usize>,
-    n_layers: usize,
     pages: Pages,
     /// The rows of the current batch.
     plan: KvPlan,
@@ -106,13 +105,13 @@ impl Group {
     }
 
     /// Gets blocks of its own for `rows` positions from `len` on; gives how many of them have blocks then.
-    fn reserve(&mut self, table: &mut Table, len: usize, rows: usize, layout: KvLayout) -> usize {
+    fn reserve(&mut self, table: &mut Table, len: usize, rows: usize) -> usize {
         let (partly, at) = (len % KV_BLOCK, len / KV_BLOCK);
         if partly > 0 && rows > 0 {
             let block = &mut table.blocks[at - table.first];
             if self.pages.is_shared(*block) {
                 let Some(own) = self.pages.alloc() else { return 0 };
-                self.pages.copy(layout, self.n_layers, (*block, own), partly);
+                self.pages.copy(*block, own);
                 self.pages.release(*block);
                 *block = own;
             } else {
@@ -150,7 +149,6 @@ impl KvCache {
         let limit = bytes / (config.windows.len() * layout.layer_bytes()).max(1);
         let group = |(window, n_layers): (Option<usize>, usize)| Group {
             window,
-            n_layers,
             pages: Pages::new(n_layers * layout.layer_bytes(), limit),
             plan: KvPlan::default(),
         };
@@ -254,7 +252,7 @@ impl KvCache {
         let Some(s) = &mut self.seqs[seq.index as usize].seq else { return 0 };
         let mut got = rows;
         for (group, table) in self.groups.iter_mut().zip(&mut s.tables) {
-            got = got.min(group.reserve(table, s.len, got, self.layout));
+            got = got.min(group.reserve(table, s.len, got));
         }
         for (group, table) in self.groups.iter_mut().zip(&mut s.tables) {
             table.shrink(&mut group.pages, s.len + got);

@@ -1,7 +1,7 @@
 //! Blocks that sequences share: who holds them, what they are known by, and which are given up when others are needed.
 
 use crate::prefix::BlockKey;
-use puna_kernels::{Exec, Isa, KV_BLOCK, KvBlocks, KvLayer, KvLayout, KvPlan, kv_store};
+use puna_kernels::{KV_BLOCK, KvBlocks};
 use std::collections::{BTreeSet, HashMap};
 
 /// Blocks of one size. A block that nobody holds keeps its content, and can be found by its key, until it is needed for
@@ -144,24 +144,9 @@ impl Pages {
         }
     }
 
-    /// Copies the first `n` positions of a block to another, in all `n_layers` layers.
-    pub fn copy(&mut self, layout: KvLayout, n_layers: usize, (from, to): (u32, u32), n: usize) {
-        let (dim, width) = (layout.head_dim, layout.n_kv_heads * layout.head_dim);
-        let exec = Exec::new(Isa::Scalar, 1);
-        let mut plan = KvPlan::default();
-        plan.push(n, 0, 0, [to]);
-        let (mut k, mut v) = (vec![0.0; n * width], vec![0.0; n * width]);
-        for index in 0..n_layers {
-            let layer = KvLayer { layout, index };
-            let heads = k.chunks_exact_mut(dim).zip(v.chunks_exact_mut(dim));
-            for (i, (k, v)) in heads.enumerate() {
-                let (slot, head) = (i / layout.n_kv_heads, i % layout.n_kv_heads);
-                layer.read(&self.blocks, (from, slot), head, k, v);
-            }
-            // What was read is a number of the kind, and is stored as the same bits: the largest code of a Q8_0 group
-            // is 127, so that its scale comes out again.
-            kv_store(&exec, &mut self.blocks, layer, &plan, &k, &v);
-        }
+    /// Makes a block's content that of another.
+    pub fn copy(&mut self, from: u32, to: u32) {
+        self.blocks.copy(from, to);
     }
 
     /// Whether counts, keys and lists agree with each other and with `tables`, all that sequences hold.
