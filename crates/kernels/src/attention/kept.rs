@@ -10,6 +10,8 @@ use std::ops::Range;
 #[derive(Clone, Copy)]
 pub struct Keys {
     pub key: *const u8,
+    /// What is read after them: lines of it are asked for on the way.
+    pub next: *const u8,
     pub dim: usize,
 }
 
@@ -39,11 +41,14 @@ pub trait Kept {
         None
     }
 
-    /// 16 dimensions of a value, from `d` on.
+    /// Bytes from a head's values to the 16 dimensions from `d` on of the one in a slot.
+    fn offset(dim: usize, slot: usize, d: usize) -> usize;
+
+    /// 16 dimensions of a value.
     ///
     /// # Safety
-    /// `values` are of this kind, with a block of that number.
-    unsafe fn value<S: Simd>(s: S, values: &Values, block: usize, slot: usize, d: usize) -> S::F;
+    /// `p` points to them.
+    unsafe fn value<S: Simd>(s: S, p: *const u8) -> S::F;
 }
 
 /// An element that is a float.
@@ -87,6 +92,7 @@ impl<E: Float> Kept for E {
             unsafe {
                 let lo = E::load(s, keys.key.add(d * KV_BLOCK * E::BYTES));
                 let hi = E::load(s, keys.key.add((d * KV_BLOCK + LANES) * E::BYTES));
+                s.prefetch(keys.next.wrapping_add(d * KV_BLOCK * E::BYTES));
                 let mut n = 0;
                 while n < N {
                     let q = s.splat(*queries[n].q.get_unchecked(d));
@@ -99,10 +105,14 @@ impl<E: Float> Kept for E {
     }
 
     #[inline(always)]
-    unsafe fn value<S: Simd>(s: S, values: &Values, block: usize, slot: usize, d: usize) -> S::F {
-        let stride = values.dim.next_multiple_of(LANES);
-        // SAFETY: values are [32, stride].
-        unsafe { E::load(s, values.heads[block].1.add((slot * stride + d) * E::BYTES)) }
+    fn offset(dim: usize, slot: usize, d: usize) -> usize {
+        (slot * dim.next_multiple_of(LANES) + d) * E::BYTES
+    }
+
+    #[inline(always)]
+    unsafe fn value<S: Simd>(s: S, p: *const u8) -> S::F {
+        // SAFETY: as this function.
+        unsafe { E::load(s, p) }
     }
 }
 
@@ -138,6 +148,9 @@ impl Kept for Q8 {
                 while quad < GROUP / 4 {
                     let at = codes.add(quad * 4 * KV_BLOCK);
                     let (lo, hi) = (s.load_b(at), s.load_b(at.add(4 * LANES)));
+                    let next = keys.next.wrapping_add(g * Q8::GROUP + quad * 4 * KV_BLOCK);
+                    s.prefetch(next);
+                    s.prefetch(next.wrapping_add(4 * LANES));
                     n = 0;
                     while n < N {
                         let q = s.broadcast4(queries[n].blocks.get_unchecked(g).q.as_ptr().add(4 * quad));
@@ -188,9 +201,13 @@ impl Kept for Q8 {
     }
 
     #[inline(always)]
-    unsafe fn value<S: Simd>(s: S, values: &Values, block: usize, slot: usize, d: usize) -> S::F {
-        let scales = values.dim / GROUP * Q8::SCALES;
-        // SAFETY: codes are [32, dim] after the scales.
-        unsafe { s.to_f(s.load_i8(values.heads[block].1.add(scales + slot * values.dim + d))) }
+    fn offset(dim: usize, slot: usize, d: usize) -> usize {
+        dim / GROUP * Q8::SCALES + slot * dim + d
+    }
+
+    #[inline(always)]
+    unsafe fn value<S: Simd>(s: S, p: *const u8) -> S::F {
+        // SAFETY: as this function.
+        unsafe { s.to_f(s.load_i8(p)) }
     }
 }

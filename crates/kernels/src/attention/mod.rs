@@ -361,8 +361,9 @@ impl<E: Kept, const N: usize> Kernel for Part<'_, '_, E, N> {
         }
         let mut p = [[0f32; PART]; N];
         for (block, (key, _)) in heads.iter().enumerate().take(high).skip(low) {
+            let next = if block + 1 < high { heads[block + 1].0 } else { heads[low].1 };
             // SAFETY: a head's keys in a block of kind E.
-            let scores = unsafe { E::scores::<S, N>(s, Keys { key: *key, dim }, queries) };
+            let scores = unsafe { E::scores::<S, N>(s, Keys { key: *key, next, dim }, queries) };
             let mut n = 0;
             while n < N {
                 // SAFETY: 32 scores of a block.
@@ -529,12 +530,17 @@ unsafe fn add_values<S: Simd, E: Kept, const N: usize, const V: usize>(
     while key < keys.end {
         let block = key / KV_BLOCK;
         let end = keys.end.min((block + 1) * KV_BLOCK);
+        let (value, next) = (values.heads[block].1, values.heads[(block + 1) % BLOCKS].1);
+        // An address without a page would be looked up each time.
+        let next = if next.is_null() { value } else { next };
         while key < end {
             let mut x = [s.splat(0.0); V];
+            let offset = E::offset(values.dim, key % KV_BLOCK, d);
+            s.prefetch(next.wrapping_add(offset));
             let mut v = 0;
             while v < V {
                 // SAFETY: the value of a key in its block, whole vectors of dimensions.
-                x[v] = unsafe { E::value(s, values, block, key % KV_BLOCK, d + v * LANES) };
+                x[v] = unsafe { E::value(s, value.add(E::offset(values.dim, key % KV_BLOCK, d + v * LANES))) };
                 v += 1;
             }
             let mut n = 0;

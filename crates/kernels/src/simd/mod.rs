@@ -104,6 +104,10 @@ pub(crate) trait Simd: Copy {
     /// As [`Simd::dot`] for signed codes stored with 128 added; the sum starts from [`Simd::start_biased`].
     fn dot_biased(self, acc: Self::I, codes: Self::B, acts: Self::B) -> Self::I;
 
+    /// Asks for the cache line at `p`, which need not be valid.
+    #[inline(always)]
+    fn prefetch(self, _p: *const u8) {}
+
     /// The sum of the lanes in the order of a binary tree: lane i with i + 8, then + 4, + 2, + 1.
     #[inline(always)]
     fn sum(self, a: Self::F) -> f32 {

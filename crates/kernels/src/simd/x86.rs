@@ -70,6 +70,11 @@ impl<const VNNI: bool> Simd for Avx2<VNNI> {
     type B = [__m256i; 2];
 
     #[inline(always)]
+    fn prefetch(self, p: *const u8) {
+        // SAFETY: a prefetch of any address is no access.
+        unsafe { _mm_prefetch::<_MM_HINT_T0>(p.cast()) }
+    }
+    #[inline(always)]
     fn splat(self, x: f32) -> Self::F {
         op!([_mm256_set1_ps(x); 2])
     }
@@ -311,6 +316,11 @@ impl<const VNNI: bool> Simd for Avx512<VNNI> {
     type I = __m512i;
     type B = __m512i;
 
+    #[inline(always)]
+    fn prefetch(self, p: *const u8) {
+        // SAFETY: a prefetch of any address is no access.
+        unsafe { _mm_prefetch::<_MM_HINT_T0>(p.cast()) }
+    }
     #[inline(always)]
     fn splat(self, x: f32) -> Self::F {
         op!(_mm512_set1_ps(x))
