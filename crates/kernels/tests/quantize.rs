@@ -1,4 +1,4 @@
-//! Blocks made from numbers: no worse than ggml makes them, and what is not finite stays visible.
+//! Blocks made from numbers: at most 1 % worse than ggml makes them, and what is not finite stays visible.
 
 #![allow(clippy::unwrap_used)]
 
