@@ -154,7 +154,7 @@ impl Bench<'_> {
             "max_ts": round(*max, 2),
             "threads": self.model.threads(),
             "isa": self.isa.name(),
-            "kv": self.model.kv_cache(self.args.load.kv).kind().name(),
+            "kv": self.args.load.kv.for_heads_of(self.model.config().head_dim).name(),
         });
         if let Value::Object(fields) = &mut fields {
             fields.extend(more);

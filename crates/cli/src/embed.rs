@@ -1,7 +1,7 @@
 //! `puna embed`: texts to vectors.
 
 use crate::error::Error;
-use crate::options::RunOptions;
+use crate::options::{RunOptions, print_notices};
 use crate::progress::{Progress, Unit};
 use clap::{Args, ValueEnum};
 use puna::{EmbedOptions, Engine, LoadOptions, ModelFiles};
@@ -76,6 +76,7 @@ pub fn run(args: &EmbedArgs) -> Result<(), Error> {
     let mut loading = Progress::new("loading", Unit::Bytes);
     let engine = Engine::from_files(files, &options, &mut |done, total| loading.update(done, total))?;
     loading.finish();
+    print_notices(engine.notices());
     match args.file.as_deref().filter(|f| f.as_os_str() != "-") {
         Some(path) => {
             let file = std::fs::File::open(path).map_err(|e| Error::file(path, e))?;

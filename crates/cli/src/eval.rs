@@ -5,7 +5,8 @@ use crate::options::{LoadArgs, print_notices};
 use clap::Args;
 use puna::ModelFiles;
 use puna_kernels::{Acts, Isa, KvType};
-use puna_model::{BackendKind, Batch, KvCache, LoadOptions, Model, Row, SeqId, Span, Tap};
+use puna_model::batch::MAX_POSITIONS;
+use puna_model::{BackendKind, Batch, Grown, KvCache, LoadOptions, Model, Prompt, Row, SeqId, Tap};
 use safetensors::tensor::TensorView;
 use safetensors::{Dtype, SafeTensors};
 use std::collections::HashMap;
@@ -106,6 +107,9 @@ impl Input {
         let position = |i: usize| [axes[i] as u32, axes[n + i] as u32, axes[2 * n + i] as u32];
         let positions = if axes.is_empty() { Vec::new() } else { (0..n).map(position).collect() };
         let rope_delta = get("rope_delta", Dtype::I64)?.map(i64s).and_then(|d| d.first().copied()).unwrap_or(0);
+        if rope_delta.unsigned_abs() > MAX_POSITIONS as u64 {
+            return Err(Error::file(path, format!("rope_delta: {rope_delta} is past {MAX_POSITIONS} positions")));
+        }
         let images = mask.iter().filter(|&&m| m != 0).count();
         if !mask.is_empty() && (mask.len() != ids.len() || embeds.len() != images * dim) {
             let what = format!(
@@ -126,14 +130,12 @@ fn companions(path: &Path) -> Result<Vec<Vec<i64>>, Error> {
     serde_json::from_slice(&bytes).map_err(|e| Error::file(path, format!("expected a JSON list of token lists: {e}")))
 }
 
-/// One sequence of rows, and how far it is computed.
+/// A prompt, what was generated after it, and how far both are computed.
 struct Sequence {
     id: SeqId,
-    rows: Vec<Row>,
-    embeds: Vec<f32>,
-    deepstack: Vec<f32>,
-    /// Of each row, where they are not the place in the sequence.
-    positions: Vec<[u32; 3]>,
+    prompt: Prompt,
+    answer: Vec<u32>,
+    /// What later positions are ahead of their place.
     rope_delta: i64,
     done: usize,
     /// How long it was when its computed rows were: what longrope goes by.
@@ -141,12 +143,12 @@ struct Sequence {
 }
 
 impl Sequence {
-    fn push(&mut self, token: u32) {
-        if !self.positions.is_empty() || self.rope_delta != 0 {
-            let next = (self.rows.len() as i64 + self.rope_delta).max(0) as u32;
-            self.positions.push([next; 3]);
-        }
-        self.rows.push(Row::Token(token));
+    fn len(&self) -> usize {
+        self.prompt.len() + self.answer.len()
+    }
+
+    fn is_whole(&self) -> bool {
+        self.done == self.len()
     }
 }
 
@@ -200,16 +202,12 @@ impl<'a> Eval<'a> {
                 }
             };
             let rows = ids.into_iter().enumerate().map(&mut row).collect::<Result<_, _>>()?;
-            seqs.push(Sequence {
-                id: kv.add(),
-                rows,
-                embeds: std::mem::take(&mut embeds),
-                deepstack: std::mem::take(&mut deepstack),
-                positions: std::mem::take(&mut positions),
-                rope_delta: std::mem::take(&mut rope_delta),
-                done: 0,
-                total: 0,
-            });
+            // Only the first one has more than tokens.
+            let [embeds, deepstack] = [&mut embeds, &mut deepstack].map(std::mem::take);
+            let prompt = Prompt { rows, embeds, deepstack, positions: std::mem::take(&mut positions) };
+            prompt.check(model.config())?;
+            let rope_delta = std::mem::take(&mut rope_delta);
+            seqs.push(Sequence { id: kv.add(), prompt, answer: Vec::new(), rope_delta, done: 0, total: 0 });
             mask.clear();
         }
         let states = args.hidden_states.then(|| HiddenStates::new(model.config().n_layers));
@@ -220,10 +218,9 @@ impl<'a> Eval<'a> {
     /// Computes the next chunk of every sequence that has rows left; gives the logits of the first one's rows.
     fn step(&mut self) -> Result<Vec<f32>, Error> {
         self.batch.clear();
-        let rope = self.model.config().rope.clone();
-        let has_positions = self.seqs.iter().any(|seq| !seq.positions.is_empty());
+        let (rope, dim) = (&self.model.config().rope, self.model.config().dim);
         for (i, seq) in self.seqs.iter_mut().enumerate() {
-            let total = seq.rows.len();
+            let total = seq.len();
             if seq.done > 0 && rope.is_long(seq.total) != rope.is_long(total) {
                 // The whole sequence rotates otherwise from here on.
                 seq.done = self.kv.truncate(seq.id, 0);
@@ -233,18 +230,10 @@ impl<'a> Eval<'a> {
                 continue;
             }
             let first = self.batch.rows.len() as u32;
-            self.batch.rows.extend(&seq.rows[seq.done..seq.done + n]);
-            self.batch.spans.push(Span { seq: seq.id, start: seq.done, rows: n, total });
+            let grown = Grown { prompt: &seq.prompt, answer: &seq.answer, delta: seq.rope_delta };
+            self.batch.push_grown(seq.id, &grown, seq.done..seq.done + n, dim);
             // Of companions only the last row's logits are read, to go on with.
             self.batch.outputs.extend(if i == 0 { first } else { first + n as u32 - 1 }..first + n as u32);
-            if i == 0 {
-                self.batch.embeds.extend(&seq.embeds);
-                self.batch.deepstack.extend(&seq.deepstack);
-            }
-            if has_positions {
-                let own = |at: usize| seq.positions.get(at).copied().unwrap_or([at as u32; 3]);
-                self.batch.positions.extend((seq.done..seq.done + n).map(own));
-            }
             seq.done += n;
             seq.total = total;
         }
@@ -266,8 +255,8 @@ impl<'a> Eval<'a> {
             running.zip(rest.chunks_exact(vocab)).map(|(s, l)| (s.seq, argmax(l))).collect();
         for (id, token) in next {
             let seq = self.seqs.iter_mut().find(|s| s.id == id);
-            if let (Some(seq), Some(token)) = (seq.filter(|s| s.done == s.rows.len()), token) {
-                seq.push(token);
+            if let (Some(seq), Some(token)) = (seq.filter(|s| s.is_whole()), token) {
+                seq.answer.push(token);
             }
         }
         Ok(own_logits.to_vec())
@@ -278,15 +267,15 @@ impl<'a> Eval<'a> {
         let vocab = self.model.config().vocab_size;
         loop {
             let logits = self.step()?;
-            if self.seqs[0].done == self.seqs[0].rows.len() {
+            if self.seqs[0].is_whole() {
                 return Ok(logits[logits.len() - vocab..].to_vec());
             }
         }
     }
 
     fn prompt(&mut self) -> Result<(), Error> {
-        self.result.prompt = self.seqs[0].rows.len();
-        while self.seqs[0].done < self.seqs[0].rows.len() {
+        self.result.prompt = self.seqs[0].len();
+        while !self.seqs[0].is_whole() {
             let logits = self.step()?;
             self.result.logits.extend(logits);
         }
@@ -312,7 +301,7 @@ impl<'a> Eval<'a> {
                 .ok_or_else(|| Error::Input(format!("token {i} of --greedy: the logits are not finite")))?;
             self.result.greedy.push(i64::from(token));
             if i + 1 < n {
-                self.seqs[0].push(token);
+                self.seqs[0].answer.push(token);
                 logits = self.advance()?;
             }
         }

@@ -187,7 +187,7 @@ impl<E: Element> Rows<'_, E> {
         // SAFETY: `lanes` outputs of the row exist from here.
         unsafe {
             let p = self.job.out.add(row * self.job.out_stride + panel * LANES);
-            if lanes == LANES { s.load(p) } else { s.load_partial(p, lanes) }
+            s.load_n(p, lanes)
         }
     }
 
@@ -199,7 +199,7 @@ impl<E: Element> Rows<'_, E> {
         // SAFETY: `lanes` outputs of the row exist from here.
         unsafe {
             let p = self.job.out.add(row * self.job.out_stride + panel * LANES);
-            if lanes == LANES { s.store(p, x) } else { s.store_partial(p, x, lanes) }
+            s.store_n(p, x, lanes)
         }
     }
 }

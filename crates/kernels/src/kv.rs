@@ -40,9 +40,9 @@ impl KvType {
         }
     }
 
-    /// Whether heads of so many dimensions can be kept so: in whole blocks.
-    pub fn fits(self, head_dim: usize) -> bool {
-        self != KvType::Q8_0 || head_dim.is_multiple_of(GROUP)
+    /// This kind for heads of so many dimensions, or F16 where they are no whole blocks of it.
+    pub fn for_heads_of(self, head_dim: usize) -> KvType {
+        if self == KvType::Q8_0 && !head_dim.is_multiple_of(GROUP) { KvType::F16 } else { self }
     }
 
     /// Bytes of 32 keys, or of 32 values, of `dim` dimensions.
@@ -406,7 +406,7 @@ unsafe fn store_q8<S: Simd>(s: S, (k, v): (&[f32], &[f32]), (key, value): (*mut 
 fn to_f16<S: Simd>(s: S, x: &[f32], out: &mut [u16; LANES]) {
     // SAFETY: x has its length, out 16.
     unsafe {
-        let x = if x.len() == LANES { s.load(x.as_ptr()) } else { s.load_partial(x.as_ptr(), x.len()) };
+        let x = s.load_n(x.as_ptr(), x.len());
         s.store_f16(out.as_mut_ptr(), x);
     }
 }

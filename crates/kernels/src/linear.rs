@@ -411,9 +411,10 @@ impl Part<'_> {
     /// As [`Product::run`].
     unsafe fn add_bias(&self, bias: &[f32], col: usize, width: usize) {
         for row in 0..self.rows {
+            // SAFETY: as this function.
+            let out = unsafe { self.out(col).add(row * self.product.weight.rows) };
             // SAFETY: `width` outputs of each row, this task's.
-            let out =
-                unsafe { std::slice::from_raw_parts_mut(self.out(col).add(row * self.product.weight.rows), width) };
+            let out = unsafe { std::slice::from_raw_parts_mut(out, width) };
             for (o, b) in out.iter_mut().zip(&bias[col..]) {
                 *o += b;
             }

@@ -94,30 +94,18 @@ impl Kernel for RmsNorm<'_> {
                 let (x, out) = (self.x.add(row * width), self.out.as_mut_ptr().add(row * width));
                 let mut acc = s.splat(0.0);
                 each!(width, |i, n| {
-                    let v = load(s, x.add(i), n);
+                    let v = s.load_n(x.add(i), n);
                     acc = s.fma(v, v, acc);
                 });
                 let mean = s.sum(acc) / width as f32;
                 let scale = s.splat(1.0 / (mean + self.eps).sqrt());
                 each!(width, |i, n| {
-                    let v = s.mul(s.mul(load(s, x.add(i), n), scale), load(s, self.weight.as_ptr().add(i), n));
-                    store(s, out.add(i), v, n);
+                    let v = s.mul(s.mul(s.load_n(x.add(i), n), scale), s.load_n(self.weight.as_ptr().add(i), n));
+                    s.store_n(out.add(i), v, n);
                 });
             }
         }
     }
-}
-
-#[inline(always)]
-unsafe fn load<S: Simd>(s: S, p: *const f32, n: usize) -> S::F {
-    // SAFETY: the caller vouches for n elements.
-    unsafe { if n == LANES { s.load(p) } else { s.load_partial(p, n) } }
-}
-
-#[inline(always)]
-unsafe fn store<S: Simd>(s: S, p: *mut f32, x: S::F, n: usize) {
-    // SAFETY: the caller vouches for n elements.
-    unsafe { if n == LANES { s.store(p, x) } else { s.store_partial(p, x, n) } }
 }
 
 /// Cosines and sines of the angles of each row: made once, used by every head of every layer.
@@ -169,10 +157,10 @@ impl Kernel for Rope<'_> {
                 // SAFETY: n elements from i of each half, which end before head_dim.
                 unsafe {
                     let (p, q) = (head.as_mut_ptr().add(i), head.as_mut_ptr().add(half + i));
-                    let (a, b) = (load(s, p, n), load(s, q, n));
-                    let (cos, sin) = (load(s, cos.as_ptr().add(i), n), load(s, sin.as_ptr().add(i), n));
-                    store(s, p, s.fma(a, cos, math::neg(s, s.mul(b, sin))), n);
-                    store(s, q, s.fma(b, cos, s.mul(a, sin)), n);
+                    let (a, b) = (s.load_n(p, n), s.load_n(q, n));
+                    let (cos, sin) = (s.load_n(cos.as_ptr().add(i), n), s.load_n(sin.as_ptr().add(i), n));
+                    s.store_n(p, s.fma(a, cos, math::neg(s, s.mul(b, sin))), n);
+                    s.store_n(q, s.fma(b, cos, s.mul(a, sin)), n);
                 }
             });
         }
@@ -207,7 +195,7 @@ impl Kernel for PointwiseJob<'_> {
         each!(self.out.len(), |i, n| {
             // SAFETY: all three have as many elements; an element is read before it is written.
             unsafe {
-                let (a, b) = (load(s, self.a.add(i), n), load(s, self.b.add(i), n));
+                let (a, b) = (s.load_n(self.a.add(i), n), s.load_n(self.b.add(i), n));
                 let y = match self.op {
                     Pointwise::Glu(Activation::Silu) => s.mul(math::silu(s, a), b),
                     Pointwise::Glu(Activation::Gelu) => s.mul(math::gelu(s, a), b),
@@ -216,7 +204,7 @@ impl Kernel for PointwiseJob<'_> {
                     Pointwise::Scale(scale) => s.mul(a, s.splat(scale)),
                     Pointwise::Softcap(cap) => s.mul(s.splat(cap), math::tanh(s, s.div(a, s.splat(cap)))),
                 };
-                store(s, out.add(i), y, n);
+                s.store_n(out.add(i), y, n);
             }
         });
     }
@@ -366,10 +354,10 @@ impl Kernel for WeightedSum<'_> {
                 for (slot, weight) in slots.iter().zip(weights) {
                     let y = &self.y[*slot as usize * self.width..][..self.width];
                     // SAFETY: n elements from i of a row of `width`.
-                    acc = s.fma(s.splat(*weight), unsafe { load(s, y.as_ptr().add(i), n) }, acc);
+                    acc = s.fma(s.splat(*weight), unsafe { s.load_n(y.as_ptr().add(i), n) }, acc);
                 }
                 // SAFETY: as above.
-                unsafe { store(s, out.as_mut_ptr().add(i), acc, n) };
+                unsafe { s.store_n(out.as_mut_ptr().add(i), acc, n) };
             });
         }
     }
@@ -402,18 +390,18 @@ impl Kernel for Scores<'_> {
         // SAFETY: elements of x.
         unsafe {
             if self.sigmoid {
-                each!(len, |i, n| store(s, p.add(i), math::sigmoid(s, load(s, p.add(i), n)), n));
+                each!(len, |i, n| s.store_n(p.add(i), math::sigmoid(s, s.load_n(p.add(i), n)), n));
                 return;
             }
             let max = self.x.iter().fold(f32::NEG_INFINITY, |m, &v| if v > m { v } else { m });
             let mut acc = s.splat(0.0);
             each!(len, |i, n| {
-                let e = math::exp(s, s.sub(load(s, p.add(i), n), s.splat(max)));
-                store(s, p.add(i), e, n);
-                acc = s.add(acc, load(s, p.add(i), n));
+                let e = math::exp(s, s.sub(s.load_n(p.add(i), n), s.splat(max)));
+                s.store_n(p.add(i), e, n);
+                acc = s.add(acc, s.load_n(p.add(i), n));
             });
             let sum = s.splat(s.sum(acc));
-            each!(len, |i, n| store(s, p.add(i), s.div(load(s, p.add(i), n), sum), n));
+            each!(len, |i, n| s.store_n(p.add(i), s.div(s.load_n(p.add(i), n), sum), n));
         }
     }
 }

@@ -144,7 +144,7 @@ unsafe fn tile<S: Simd, P: Panel, const N: usize>(s: S, job: &PanelJob, row: usi
         acts[n] = unsafe { job.acts.as_ptr().add(act_row * job.act_stride + job.act_start) };
         if job.resume {
             // SAFETY: the caller vouches for the outputs.
-            acc[n] = unsafe { load_lanes(s, job.out.add((row + n) * job.out_stride), job.lanes) };
+            acc[n] = unsafe { s.load_n(job.out.add((row + n) * job.out_stride), job.lanes) };
         }
         n += 1;
     }
@@ -168,7 +168,7 @@ unsafe fn tile<S: Simd, P: Panel, const N: usize>(s: S, job: &PanelJob, row: usi
     let mut n = 0;
     while n < N {
         // SAFETY: the caller vouches for the outputs.
-        unsafe { store_lanes(s, job.out.add((row + n) * job.out_stride), acc[n], job.lanes) };
+        unsafe { s.store_n(job.out.add((row + n) * job.out_stride), acc[n], job.lanes) };
         n += 1;
     }
 }
@@ -234,18 +234,6 @@ fn start<S: Simd, P: Panel>(s: S, neg_sum: i32) -> S::I {
 #[inline(always)]
 fn dot<S: Simd, P: Panel>(s: S, acc: S::I, codes: S::B, acts: S::B) -> S::I {
     if matches!(P::CODES, Codes::Biased) { s.dot_biased(acc, codes, acts) } else { s.dot(acc, codes, acts) }
-}
-
-#[inline(always)]
-unsafe fn load_lanes<S: Simd>(s: S, p: *const f32, lanes: usize) -> S::F {
-    // SAFETY: the caller vouches for the lanes.
-    unsafe { if lanes == LANES { s.load(p) } else { s.load_partial(p, lanes) } }
-}
-
-#[inline(always)]
-unsafe fn store_lanes<S: Simd>(s: S, p: *mut f32, x: S::F, lanes: usize) {
-    // SAFETY: the caller vouches for the lanes.
-    unsafe { if lanes == LANES { s.store(p, x) } else { s.store_partial(p, x, lanes) } }
 }
 
 /// A group of 32 columns of 16 rows, unpacked from any format: what formats without a packing use.

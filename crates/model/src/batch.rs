@@ -111,6 +111,17 @@ impl Prompt {
 /// What deepstack adds where there is none: the number that changes no other, not even 0.0 and -0.0.
 pub(crate) const NOTHING: f32 = -0.0;
 
+/// A prompt and the tokens that came after it.
+#[derive(Clone, Copy, Debug)]
+pub struct Grown<'a> {
+    /// The prompt.
+    pub prompt: &'a Prompt,
+    /// What came after it.
+    pub answer: &'a [u32],
+    /// How far its tokens turn ahead of their place: [`Prompt::position_delta`], unless something else is known.
+    pub delta: i64,
+}
+
 /// Rows to compute, span after span.
 #[derive(Clone, Debug, Default)]
 pub struct Batch {
@@ -172,6 +183,24 @@ impl Batch {
         }
         self.close(Span { seq, start: range.start, rows: range.len(), total: prompt.len() }, first, outputs);
         self.fill_positions();
+    }
+
+    /// Adds rows of a sequence that is a prompt and an answer, and holds those before them. No row gets logits.
+    ///
+    /// # Panics
+    /// As [`Batch::push_prompt`], if the range is not within the sequence.
+    pub fn push_grown(&mut self, seq: SeqId, grown: &Grown, range: Range<usize>, dim: usize) {
+        let (Range { start, end }, prompt) = (range, grown.prompt.len());
+        let in_prompt = start.min(prompt)..end.min(prompt);
+        if in_prompt.is_empty() {
+            self.push(seq, start, &[], Outputs::None);
+        } else {
+            self.push_prompt(seq, grown.prompt, in_prompt, dim, Outputs::None);
+        }
+        self.extend(&grown.answer[start.max(prompt) - prompt..end.max(prompt) - prompt], grown.delta);
+        if let Some(span) = self.spans.last_mut() {
+            span.total = prompt + grown.answer.len();
+        }
     }
 
     /// Lets the last span go on by tokens, which turn by `delta` more than their place in the sequence.

@@ -132,7 +132,7 @@ impl KvCache {
     /// An empty cache for a model, which takes at most `bytes`: as many blocks of each kind of layer as fit. Heads that
     /// are no whole blocks of `kind` are kept as F16: see [`KvCache::notice`].
     pub fn new(config: &Config, kind: KvType, bytes: usize) -> KvCache {
-        let kind = if kind.fits(config.head_dim) { kind } else { KvType::F16 };
+        let kind = kind.for_heads_of(config.head_dim);
         let layout = KvLayout { kind, n_kv_heads: config.n_kv_heads, head_dim: config.head_dim };
         let mut windows: Vec<Option<usize>> = Vec::new();
         let mut counts = Vec::new();

@@ -31,7 +31,7 @@ mod source;
 pub mod timed;
 pub mod weights;
 
-pub use batch::{Batch, Outputs, Prompt, Row, Span};
+pub use batch::{Batch, Grown, Outputs, Prompt, Row, Span};
 pub use checkpoint::Checkpoint;
 pub use config::{Config, MoeConfig};
 pub use error::Error;

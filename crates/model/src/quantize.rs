@@ -10,8 +10,13 @@ const ROWS: usize = 32;
 /// The format that rows of `cols` of format `from` get where `wish` is asked for: itself; Q8_0 where they are not whole
 /// blocks of it. `None`: they stay as they are, because they are quantized already or fit no block.
 pub fn target(from: DType, wish: DType, cols: usize) -> Option<DType> {
-    let is_float = from.format().arith == Arith::Float;
-    [wish, DType::Q8_0].into_iter().find(|to| is_float && to.row_bytes(cols).is_some())
+    fitting(wish, cols).filter(|_| from.format().arith == Arith::Float)
+}
+
+/// The format that rows of `cols` can have where `wish` is asked for: itself, or Q8_0; `None` where both have blocks of
+/// another length.
+pub fn fitting(wish: DType, cols: usize) -> Option<DType> {
+    [wish, DType::Q8_0].into_iter().find(|to| to.row_bytes(cols).is_some())
 }
 
 /// The rows of `data`, which are floats of format `from`, in format `to`.

@@ -212,7 +212,7 @@ fn models_of_the_testdata() {
         // Three blocks; two would never merge a middle one. Where long sequences turn otherwise, a short one too.
         let short = rope.long.map(|long| long.original_context - JUNK);
         for n in [Some(70), short].into_iter().flatten() {
-            check(&fixture.name, &gguf, KV_TYPES[i % 2], n, i as u64);
+            check(&fixture.name, &gguf, KV_TYPES[i % KV_TYPES.len()], n, i as u64);
         }
     }
 }
@@ -270,7 +270,7 @@ fn every_weight_format() {
             seed: i as u64,
             ..Spec::default()
         };
-        check(format.name, &spec.gguf(), KV_TYPES[i % 2], 34, i as u64);
+        check(format.name, &spec.gguf(), KV_TYPES[i % KV_TYPES.len()], 34, i as u64);
     }
 }
 
@@ -296,7 +296,7 @@ fn every_architecture_quantized() {
         let experts = (i % 2 == 0 || arch == "minimax-m2").then_some(experts);
         let types = vec![DType::Q4_0, DType::Q8_0, DType::Q5_1];
         let spec = Spec { arch, ffn_dim: 96, experts, biases: i % 2 == 1, types, seed: i as u64, ..Spec::default() };
-        check(arch, &spec.gguf(), KV_TYPES[i % 2], 40, i as u64);
+        check(arch, &spec.gguf(), KV_TYPES[i % KV_TYPES.len()], 40, i as u64);
     }
 }
 
@@ -316,7 +316,7 @@ fn heads_of_any_ratio() {
             seed: i as u64,
             ..Spec::default()
         };
-        check(&format!("{n_heads} heads over {n_kv_heads}"), &spec.gguf(), KV_TYPES[i % 2], 67, i as u64);
+        check(&format!("{n_heads} heads over {n_kv_heads}"), &spec.gguf(), KV_TYPES[i % KV_TYPES.len()], 67, i as u64);
     }
 }
 

@@ -4,7 +4,7 @@ use crate::error::Error;
 use crate::request::{Event, Finish, FinishReason, Logprobs, Request, RequestId, Stats};
 use crate::sampler::{LogSoftmax, SampleError, Sampler, SamplingParams, Scratch};
 use puna_model::rope::Rope;
-use puna_model::{Batch, Chain, KvCache, Outputs, Prompt, SeqId};
+use puna_model::{Batch, Chain, Grown, KvCache, Prompt, SeqId};
 use puna_text::{StopMatcher, TokenStream, Tokenizer};
 use std::cmp::Reverse;
 use std::collections::BTreeSet;
@@ -187,18 +187,9 @@ impl Sequence {
 
     /// Adds its next rows to a batch.
     pub fn push(&self, batch: &mut Batch, rows: usize, dim: usize) {
-        let (start, end, prompt) = (self.computed, self.computed + rows, self.prompt.len());
-        let in_prompt = start.min(prompt)..end.min(prompt);
-        let answer = &self.answer[start.max(prompt) - prompt..end.max(prompt) - prompt];
-        if in_prompt.is_empty() {
-            batch.push(self.seq, start, &[], Outputs::None);
-        } else {
-            batch.push_prompt(self.seq, &self.prompt, in_prompt, dim, Outputs::None);
-        }
-        batch.extend(answer, self.delta);
-        if let Some(span) = batch.spans.last_mut() {
-            span.total = self.len();
-        }
+        let end = self.computed + rows;
+        let grown = Grown { prompt: &self.prompt, answer: &self.answer, delta: self.delta };
+        batch.push_grown(self.seq, &grown, self.computed..end, dim);
         if end == self.len() {
             batch.outputs.push(batch.rows.len() as u32 - 1);
         }

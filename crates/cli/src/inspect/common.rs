@@ -164,7 +164,7 @@ pub fn bits(elements: u64, bytes: u64) -> Option<f64> {
 
 /// What running it takes, besides what a chunk of a prompt takes for its time.
 pub fn memory(config: Option<&Config>, ctx: u64, kv: KvType, weight_bytes: u64) -> Memory {
-    let kv = config.map_or(kv, |c| if kv.fits(c.head_dim) { kv } else { KvType::F16 });
+    let kv = config.map_or(kv, |c| kv.for_heads_of(c.head_dim));
     let kv_bytes = config.and_then(|c| kv_bytes(c, ctx, kv));
     let total_bytes = kv_bytes.map(|kv| weight_bytes.saturating_add(kv));
     Memory { ctx, kv: kv.name(), kv_bytes, weight_bytes, total_bytes }

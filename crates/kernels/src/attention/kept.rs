@@ -2,6 +2,7 @@
 
 use super::{BLOCKS, PART, Query};
 use crate::act::GROUP;
+use crate::float_panel::Element;
 use crate::kv::KV_BLOCK;
 use crate::simd::{LANES, Simd};
 use std::ops::Range;
@@ -51,38 +52,7 @@ pub trait Kept {
     unsafe fn value<S: Simd>(s: S, p: *const u8) -> S::F;
 }
 
-/// An element that is a float.
-trait Float {
-    const BYTES: usize;
-    /// 16 elements at `p`, widened.
-    ///
-    /// # Safety
-    /// `p` points to 16 elements.
-    unsafe fn load<S: Simd>(s: S, p: *const u8) -> S::F;
-}
-
-pub struct F32;
-pub struct F16;
-
-impl Float for F32 {
-    const BYTES: usize = 4;
-    #[inline(always)]
-    unsafe fn load<S: Simd>(s: S, p: *const u8) -> S::F {
-        // SAFETY: the caller vouches for 16 elements.
-        unsafe { s.load(p.cast()) }
-    }
-}
-
-impl Float for F16 {
-    const BYTES: usize = 2;
-    #[inline(always)]
-    unsafe fn load<S: Simd>(s: S, p: *const u8) -> S::F {
-        // SAFETY: the caller vouches for 16 elements.
-        unsafe { s.load_f16(p.cast()) }
-    }
-}
-
-impl<E: Float> Kept for E {
+impl<E: Element> Kept for E {
     /// Dimensions in order.
     #[inline(always)]
     unsafe fn scores<S: Simd, const N: usize>(s: S, keys: Keys, queries: &[Query; N]) -> [[S::F; 2]; N] {

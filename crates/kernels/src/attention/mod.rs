@@ -10,6 +10,7 @@ pub(crate) use self::kept::Q8;
 use self::kept::{Kept, Keys, Values};
 use crate::act::{ActBlock, Acts, GROUP};
 use crate::exec::Exec;
+use crate::float_panel;
 use crate::isa::Kernel;
 use crate::kv::{KV_BLOCK, KvBlocks, KvLayer, KvPlan, KvSpan, KvType};
 use crate::math;
@@ -231,8 +232,8 @@ impl Step<'_> {
     /// Runs the kernel of the cache's kind and of the tile's length.
     fn run(&self, tile: &Tile, part: usize, queries: &mut [Query; TILE], slot: Option<&mut [f32]>) {
         match self.kv.layer.layout.kind {
-            KvType::F32 => self.run_as::<kept::F32>(tile, part, queries, slot),
-            KvType::F16 => self.run_as::<kept::F16>(tile, part, queries, slot),
+            KvType::F32 => self.run_as::<float_panel::F32>(tile, part, queries, slot),
+            KvType::F16 => self.run_as::<float_panel::F16>(tile, part, queries, slot),
             KvType::Q8_0 => self.run_as::<kept::Q8>(tile, part, queries, slot),
         }
     }
@@ -325,10 +326,10 @@ impl Merge {
             let merged = if self.is_first {
                 x
             } else {
-                let old = if n == LANES { s.load(out) } else { s.load_partial(out, n) };
+                let old = s.load_n(out, n);
                 s.fma(x, s.splat(self.new), s.mul(old, s.splat(self.old)))
             };
-            if n == LANES { s.store(out, merged) } else { s.store_partial(out, merged, n) }
+            s.store_n(out, merged, n)
         }
     }
 }
@@ -467,8 +468,7 @@ impl Kernel for MergeTask<'_> {
                     let lanes = LANES.min(dim - d);
                     // SAFETY: `lanes` elements of both.
                     unsafe {
-                        let x = slot.as_ptr().add(d);
-                        let x = if lanes == LANES { s.load(x) } else { s.load_partial(x, lanes) };
+                        let x = s.load_n(slot.as_ptr().add(d), lanes);
                         merge.put(s, out.as_mut_ptr().add(d), x, lanes);
                     }
                 }

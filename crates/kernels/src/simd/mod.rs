@@ -104,6 +104,20 @@ pub(crate) trait Simd: Copy {
     /// As [`Simd::dot`] for signed codes stored with 128 added; the sum starts from [`Simd::start_biased`].
     fn dot_biased(self, acc: Self::I, codes: Self::B, acts: Self::B) -> Self::I;
 
+    /// Loads the first `n` lanes, up to all; the others are zero.
+    #[inline(always)]
+    unsafe fn load_n(self, p: *const f32, n: usize) -> Self::F {
+        // SAFETY: the caller vouches for n elements.
+        unsafe { if n == LANES { self.load(p) } else { self.load_partial(p, n) } }
+    }
+
+    /// Stores the first `n` lanes, up to all.
+    #[inline(always)]
+    unsafe fn store_n(self, p: *mut f32, x: Self::F, n: usize) {
+        // SAFETY: the caller vouches for n elements.
+        unsafe { if n == LANES { self.store(p, x) } else { self.store_partial(p, x, n) } }
+    }
+
     /// Asks for the cache line at `p`, which need not be valid.
     #[inline(always)]
     fn prefetch(self, _p: *const u8) {}

@@ -1,5 +1,6 @@
 //! Which format each tensor gets.
 
+use crate::quantize::fitting;
 use puna_kernels::{Arith, DType};
 
 /// The format that a model's weights are to have.
@@ -39,16 +40,12 @@ impl Tensor<'_> {
         // What is wrong in the logits is wrong in every answer; and so does llama.cpp.
         let wanted = match target {
             DType::Q8_0 => DType::Q8_0,
-            _ if self.is_head && DType::Q6_K.can_quantize() && self.fits(DType::Q6_K) => return (DType::Q6_K, None),
+            _ if self.is_head && DType::Q6_K.row_bytes(self.cols).is_some() => return (DType::Q6_K, None),
             _ if self.is_head => DType::Q8_0,
             target => target,
         };
-        let fitting = [wanted, DType::Q8_0].into_iter().find(|&dtype| self.fits(dtype)).unwrap_or(DType::F16);
+        let fitting = fitting(wanted, self.cols).unwrap_or(DType::F16);
         (fitting, Some(wanted).filter(|&wanted| wanted != fitting))
-    }
-
-    fn fits(&self, dtype: DType) -> bool {
-        self.cols.is_multiple_of(dtype.format().block_len)
     }
 }
 
