@@ -63,8 +63,8 @@ impl Bench {
     }
 
     fn matmul(&self, dtype: DType) {
-        // Narrow as in a small model, and wide: 8 matrices, so that none stays in a cache.
-        for (n, cols) in [(1536, 576), (4096, 4096)] {
+        // Narrow as in a small model, wide, and long: 8 matrices, so that none stays in a cache.
+        for (n, cols) in [(1536, 576), (4096, 4096), (1536, 8960)] {
             let name = |rows: usize| format!("matmul {} {n}x{cols} rows {rows}", dtype.name());
             let rows: Vec<usize> =
                 [1, 2, 8, 32, 120, 512].into_iter().filter(|&rows| self.wants(&name(rows))).collect();

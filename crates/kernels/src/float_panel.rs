@@ -2,6 +2,7 @@
 //! are.
 
 use crate::isa::{Isa, Kernel};
+use crate::panel::SIDE;
 use crate::simd::{LANES, Simd};
 
 /// A float element of a panel.
@@ -32,9 +33,6 @@ macro_rules! element {
 element!(F32, 4, load);
 element!(F16, 2, load_f16);
 element!(BF16, 2, load_bf16);
-
-/// Panels that are read side by side, so that their sums overlap in time.
-pub(crate) const SIDE: usize = 4;
 
 /// Up to [`SIDE`] panels with one or many rows of activations.
 pub(crate) struct FloatJob<'a> {

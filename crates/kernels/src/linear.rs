@@ -3,10 +3,10 @@
 use crate::act::{Acts, GROUP};
 use crate::dtype::{Arith, DType, Group};
 use crate::exec::Exec;
-use crate::float_panel::{self, FloatJob, SIDE};
+use crate::float_panel::{self, FloatJob};
 use crate::isa::Isa;
 use crate::pack::{Packing, Segment};
-use crate::panel::{self, Panel, PanelJob, WideGroup};
+use crate::panel::{self, Panel, PanelJob, SIDE, WideGroup};
 use crate::pool::SharedMut;
 use crate::simd::LANES;
 use bytes::Bytes;
@@ -291,26 +291,19 @@ impl Part<'_> {
             // SAFETY: these columns are this task's.
             return unsafe { self.float(w.dtype, panels, first * LANES, width, 0) };
         };
-        for p in 0..n_panels {
-            let job = PanelJob {
-                panel: &panels[p * panel_bytes..][..panel_bytes],
-                lanes: LANES.min(width - p * LANES),
-                // SAFETY: these columns are this task's.
-                ..unsafe { self.panel_job((first + p) * LANES, 0) }
-            };
-            // SAFETY: the outputs exist and these columns are this task's.
-            unsafe { (format.run)(self.isa, &job) };
-        }
+        // SAFETY: the outputs exist and these columns are this task's.
+        unsafe { (format.run)(self.isa, &PanelJob { panels, n_panels, width, ..self.panel_job(first * LANES, 0) }) };
     }
 
-    /// A job for outputs from `col` on, over columns from group `group` on; panel and lanes are to be filled in.
+    /// A job for outputs from `col` on, over columns from group `group` on; panels and width are to be filled in.
     ///
     /// # Safety
     /// As [`Part::out`].
     unsafe fn panel_job(&self, col: usize, group: usize) -> PanelJob<'_> {
         let act_stride = self.product.acts.cols() / GROUP;
         PanelJob {
-            panel: &[],
+            panels: &[],
+            n_panels: 1,
             acts: &self.product.acts.blocks()[self.first_act() * act_stride..],
             act_stride,
             act_start: group,
@@ -319,7 +312,7 @@ impl Part<'_> {
             // SAFETY: as this function.
             out: unsafe { self.out(col) },
             out_stride: self.product.weight.rows,
-            lanes: 0,
+            width: 0,
             resume: group > 0,
         }
     }
@@ -380,8 +373,8 @@ impl Part<'_> {
                     // SAFETY: these columns are this task's.
                     unsafe {
                         let job = PanelJob {
-                            panel: WideGroup::bytes(&wide[..cols / GROUP]),
-                            lanes,
+                            panels: WideGroup::bytes(&wide[..cols / GROUP]),
+                            width: lanes,
                             ..self.panel_job(p * LANES, start / GROUP)
                         };
                         panel::wide_kernel(format.arith)(self.isa, &job);

@@ -152,6 +152,12 @@ pub(crate) mod place {
         (byte / 32 * 4 + quarter) * LANES * GROUP + code2(row, byte % 32)
     }
 
+    /// Units that lie in runs of `run` a group, where groups begin every `stride`: what a group needs lies together, so
+    /// that memory is read in order.
+    pub(crate) fn grouped(place: usize, run: usize, stride: usize) -> usize {
+        place / run * stride + place % run
+    }
+
     /// Byte `byte` of a 16-bit number per row.
     pub(crate) fn half(row: usize, byte: usize) -> usize {
         byte / 2 * 2 * LANES + row * 2 + byte % 2

@@ -59,10 +59,15 @@ pub(crate) trait Panel {
     unsafe fn load<S: Simd>(s: S, p: *const u8, g: usize) -> Tile<S>;
 }
 
-/// 16 output columns of one or many rows: `out[r][..16] (+)= panel * acts[r]`.
+/// Panels that are read side by side where there is one row: memory answers four streams sooner than one.
+pub(crate) const SIDE: usize = 4;
+
+/// 16 output columns a panel of one or many rows: `out[r][16 p..16 p + 16] (+)= panels[p] * acts[r]`.
 pub(crate) struct PanelJob<'a> {
-    /// Blocks of 16 rows, one after the other.
-    pub panel: &'a [u8],
+    /// Panels one after the other: of each, blocks of 16 rows.
+    pub panels: &'a [u8],
+    /// How many, at most [`SIDE`].
+    pub n_panels: usize,
     /// All activation rows.
     pub acts: &'a [ActBlock],
     /// Blocks in an activation row.
@@ -73,12 +78,12 @@ pub(crate) struct PanelJob<'a> {
     pub gather: Option<&'a [u32]>,
     /// Output rows.
     pub rows: usize,
-    /// First of the 16 outputs of row 0.
+    /// First output of row 0.
     pub out: *mut f32,
     /// Elements between output rows.
     pub out_stride: usize,
-    /// How many of the 16 outputs exist.
-    pub lanes: usize,
+    /// Outputs of a row that exist, at most 16 a panel.
+    pub width: usize,
     /// Whether sums go on from what `out` holds.
     pub resume: bool,
 }
@@ -86,10 +91,11 @@ pub(crate) struct PanelJob<'a> {
 /// Runs a job for format `P`.
 ///
 /// # Safety
-/// `out` is valid for `rows` rows of `lanes` elements `out_stride` apart, and nothing else uses them meanwhile.
+/// `out` is valid for `rows` rows of `width` elements `out_stride` apart, and nothing else uses them meanwhile.
 pub(crate) unsafe fn run<P: Panel>(isa: Isa, job: &PanelJob) {
-    let blocks = job.panel.len() / P::BYTES;
-    assert_eq!(job.panel.len(), blocks * P::BYTES, "a panel is whole blocks");
+    let blocks = job.panels.len() / (job.n_panels * P::BYTES);
+    assert!(job.n_panels <= SIDE && job.panels.len() == job.n_panels * blocks * P::BYTES, "panels are whole blocks");
+    assert!(job.width <= job.n_panels * LANES && job.width > (job.n_panels - 1) * LANES, "outputs of every panel");
     assert!(job.act_start + blocks * P::GROUPS <= job.act_stride, "activation rows cover the panel's columns");
     let last = match job.gather {
         Some(rows) => {
@@ -110,66 +116,130 @@ struct Rows<'a, P> {
 impl<P: Panel> Kernel for Rows<'_, P> {
     #[inline(always)]
     fn run<S: Simd>(self, s: S) {
-        let mut row = 0;
-        // SAFETY: `run` checked the panel and the activations, its caller vouches for the outputs.
+        let job = self.job;
+        // SAFETY: `run` checked the panels and the activations, its caller vouches for the outputs.
         unsafe {
-            if S::TILE >= 10 {
-                while self.job.rows - row >= 10 {
-                    tile::<S, P, 10>(s, self.job, row);
-                    row += 10;
+            if job.rows == 1 && job.n_panels == SIDE {
+                return tile::<S, P, SIDE, 1>(s, job, 0, 0);
+            }
+            for panel in 0..job.n_panels {
+                let mut row = 0;
+                while row < job.rows {
+                    row += match job.rows - row {
+                        9.. if S::TILE >= 10 && row > 0 => rows::<S, P, 10>(s, job, panel, row),
+                        5.. if S::TILE >= 10 => rows::<S, P, 8>(s, job, panel, row),
+                        3.. => rows::<S, P, 4>(s, job, panel, row),
+                        2 => rows::<S, P, 2>(s, job, panel, row),
+                        _ => rows::<S, P, 1>(s, job, panel, row),
+                    };
                 }
-            }
-            while self.job.rows - row >= 4 {
-                tile::<S, P, 4>(s, self.job, row);
-                row += 4;
-            }
-            while self.job.rows - row >= 1 {
-                tile::<S, P, 1>(s, self.job, row);
-                row += 1;
             }
         }
     }
 }
 
+/// The body for `n` from 0 to `N - 1`, at most 10, one after the other in the code: accumulators stay in registers only
+/// where no loop is left that indexes them, and the compiler leaves one when the body is long.
+macro_rules! unrolled {
+    ($n:ident < $end:ident, $body:block) => { unrolled!(@ $n $end $body 0 1 2 3 4 5 6 7 8 9) };
+    (@ $n:ident $end:ident $body:block $($i:literal)*) => {
+        $( if $i < $end { let $n = $i; $body } )*
+    };
+}
+
+/// Bytes ahead of a panel's first pass over memory that it is asked for.
+const AHEAD: usize = 2048;
+
+/// A tile of one panel and at most `N` rows; says how many. Where fewer are left, the last one is computed again.
+///
 /// # Safety
-/// As [`run`], with `row + N <= rows`.
+/// As [`run`], with `row < rows` and a panel of the job.
 #[inline(always)]
-unsafe fn tile<S: Simd, P: Panel, const N: usize>(s: S, job: &PanelJob, row: usize) {
+unsafe fn rows<S: Simd, P: Panel, const N: usize>(s: S, job: &PanelJob, panel: usize, row: usize) -> usize {
+    // SAFETY: as this function.
+    unsafe { tile::<S, P, 1, N>(s, job, panel, row) };
+    N.min(job.rows - row)
+}
+
+/// Panels `panel..panel + M` by `N` rows (at most 10) from `row` on; rows that are not there are the last one again.
+///
+/// # Safety
+/// As [`run`], with `row < rows` and `M` panels of the job.
+#[inline(always)]
+unsafe fn tile<S: Simd, P: Panel, const M: usize, const N: usize>(s: S, job: &PanelJob, panel: usize, row: usize) {
     let mut acts = [std::ptr::null::<ActBlock>(); N];
-    let mut acc = [s.splat(0.0); N];
+    let mut acc = [[s.splat(0.0); M]; N];
+    let last = job.rows - 1;
     let mut n = 0;
     while n < N {
-        let act_row = job.gather.map_or(row + n, |rows| rows[row + n] as usize);
+        let at = last.min(row + n);
+        let act_row = job.gather.map_or(at, |rows| rows[at] as usize);
         // SAFETY: `run` checked that activation rows exist.
         acts[n] = unsafe { job.acts.as_ptr().add(act_row * job.act_stride + job.act_start) };
-        if job.resume {
+        let mut m = 0;
+        while m < M && job.resume {
             // SAFETY: the caller vouches for the outputs.
-            acc[n] = unsafe { s.load_n(job.out.add((row + n) * job.out_stride), job.lanes) };
+            acc[n][m] = unsafe { s.load_n(job.out_at(at, panel + m), job.lanes(panel + m)) };
+            m += 1;
         }
         n += 1;
     }
-    let mut at = 0;
-    for block in job.panel.chunks_exact(P::BYTES) {
+    let bytes = job.panels.len() / job.n_panels;
+    let panels = &job.panels[panel * bytes..][..M * bytes];
+    let mut group = 0;
+    for block in (0..bytes).step_by(P::BYTES) {
         let mut g = 0;
         while g < P::GROUPS {
-            // SAFETY: the block has P::BYTES bytes, and the activation rows as many groups as the panel.
-            unsafe {
-                let tile = P::load(s, block.as_ptr(), g);
-                let mut n = 0;
-                while n < N {
-                    acc[n] = step::<S, P>(s, &tile, acts[n].add(at), acc[n]);
-                    n += 1;
+            if M == 1 && N < 10 && row == 0 {
+                // The widest tile never comes first: even a branch that is not taken costs it 4 %.
+                let mut line = 0;
+                while line <= P::BYTES / P::GROUPS / 64 {
+                    s.prefetch(panels.as_ptr().wrapping_add(block + g * (P::BYTES / P::GROUPS) + line * 64 + AHEAD));
+                    line += 1;
                 }
             }
-            at += 1;
+            let mut m = 0;
+            while m < M {
+                // SAFETY: a block of P::BYTES bytes of panel m, and the activation rows have as many groups.
+                unsafe {
+                    let tile = P::load(s, panels.as_ptr().add(m * bytes + block), g);
+                    unrolled!(n < N, {
+                        acc[n][m] = step::<S, P>(s, &tile, acts[n].add(group), acc[n][m]);
+                    });
+                }
+                m += 1;
+            }
+            group += 1;
             g += 1;
         }
     }
     let mut n = 0;
-    while n < N {
-        // SAFETY: the caller vouches for the outputs.
-        unsafe { s.store_n(job.out.add((row + n) * job.out_stride), acc[n], job.lanes) };
+    while n < N && row + n <= last {
+        let mut m = 0;
+        while m < M {
+            // SAFETY: the caller vouches for the outputs.
+            unsafe { s.store_n(job.out_at(row + n, panel + m), acc[n][m], job.lanes(panel + m)) };
+            m += 1;
+        }
         n += 1;
+    }
+}
+
+impl PanelJob<'_> {
+    /// Outputs of a panel that exist.
+    #[inline(always)]
+    fn lanes(&self, panel: usize) -> usize {
+        (self.width - panel * LANES).min(LANES)
+    }
+
+    /// A row's first output of a panel.
+    ///
+    /// # Safety
+    /// The row and the panel are the job's.
+    #[inline(always)]
+    unsafe fn out_at(&self, row: usize, panel: usize) -> *mut f32 {
+        // SAFETY: the job's outputs are `rows` by `width`.
+        unsafe { self.out.add(row * self.out_stride + panel * LANES) }
     }
 }
 

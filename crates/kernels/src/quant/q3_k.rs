@@ -70,22 +70,29 @@ fn quantize(x: &[f32; 256]) -> [u8; BYTES] {
     block
 }
 
-/// 16 `d`, planes of scales, third bits, then low bits.
+/// 16 `d`, planes of scales; then for each group third bits, low bits.
 static PANEL: PanelFormat = PanelFormat::new::<Packed>(&[
     Segment { bytes: 108..110, bits: 8, place: place::half, flip: 0 },
     Segment { bytes: 96..108, bits: 2, place: place_scale, flip: 0 },
     Segment {
         bytes: 0..32,
         bits: 1,
-        place: |row, unit| (HIGH + unit % 8 * QUAD) * 8 + place::code1(row, unit / 8),
+        place: |row, unit| (HIGH + unit % 8 * GROUP) * 8 + place::code1(row, unit / 8),
         flip: 0,
     },
-    Segment { bytes: 32..96, bits: 2, place: |row, unit| LOW * 4 + place::code2_quarters(row, unit), flip: 0 },
+    Segment {
+        bytes: 32..96,
+        bits: 2,
+        place: |row, unit| LOW * 4 + place::grouped(place::code2_quarters(row, unit), COLS * LANES, GROUP * 4),
+        flip: 0,
+    },
 ]);
 
 const SCALES: usize = 2 * LANES;
 const HIGH: usize = SCALES + 12 * LANES;
-const LOW: usize = HIGH + 8 * QUAD;
+const LOW: usize = HIGH + QUAD;
+/// Bytes of a group: high bits, low bits.
+const GROUP: usize = QUAD + 2 * QUAD;
 
 /// Planes of 16 bytes: the low 4 bits of scales 2i and 2i + 1 (planes 0..8), the high 2 bits of scales 4i..4i + 4.
 fn place_scale(row: usize, unit: usize) -> usize {
@@ -113,8 +120,8 @@ impl Panel for Packed {
         let mut t = Tile::zero(s);
         // SAFETY: the offsets are those of PANEL.
         unsafe {
-            t.codes = or_bits::<S, 2, 0>(s, t.codes, p.add(LOW + 2 * g * QUAD));
-            t.codes = or_bits::<S, 1, 2>(s, t.codes, p.add(HIGH + g * QUAD));
+            t.codes = or_bits::<S, 2, 0>(s, t.codes, p.add(LOW + g * GROUP));
+            t.codes = or_bits::<S, 1, 2>(s, t.codes, p.add(HIGH + g * GROUP));
             t.d = [s.load_f16(p.cast()); 2];
             let low = s.load_u8(p.add(SCALES + g * LANES));
             let high = s.load_u8(p.add(SCALES + (8 + g / 2) * LANES));

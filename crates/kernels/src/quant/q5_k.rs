@@ -65,22 +65,29 @@ fn quantize(x: &[f32; 256]) -> [u8; BYTES] {
     block
 }
 
-/// 16 `d`, 16 `dmin`, scales and minima as [`place::scale_min`] puts them, fifth bits, then low bits.
+/// 16 `d`, 16 `dmin`, scales and minima as [`place::scale_min`] puts them; then for each group fifth bits, low bits.
 static PANEL: PanelFormat = PanelFormat::new::<Packed>(&[
     Segment { bytes: 0..4, bits: 8, place: place::half, flip: 0 },
     Segment { bytes: 4..16, bits: 2, place: |row, unit| SCALES * 4 + place::scale_min(row, unit), flip: 0 },
     Segment {
         bytes: 16..48,
         bits: 1,
-        place: |row, unit| (HIGH + unit % 8 * QUAD) * 8 + place::code1(row, unit / 8),
+        place: |row, unit| (HIGH + unit % 8 * GROUP) * 8 + place::code1(row, unit / 8),
         flip: 0,
     },
-    Segment { bytes: 48..176, bits: 4, place: |row, unit| LOW * 2 + place::code4_pairs(row, unit), flip: 0 },
+    Segment {
+        bytes: 48..176,
+        bits: 4,
+        place: |row, unit| LOW * 2 + place::grouped(place::code4_pairs(row, unit), COLS * LANES, GROUP * 2),
+        flip: 0,
+    },
 ]);
 
 const SCALES: usize = 4 * LANES;
 const HIGH: usize = 16 * LANES;
-const LOW: usize = HIGH + 8 * QUAD;
+const LOW: usize = HIGH + QUAD;
+/// Bytes of a group: high bits, low bits.
+const GROUP: usize = QUAD + 4 * QUAD;
 
 struct Packed;
 
@@ -96,9 +103,9 @@ impl Panel for Packed {
         unsafe {
             let (d, dmin) = (s.load_f16(p.cast()), s.load_f16(p.add(2 * LANES).cast()));
             let (sc, m) = load_scale6(s, p.add(SCALES), g);
-            let low = nibble_codes(s, p.add(LOW + g * LANES * COLS / 2));
+            let low = nibble_codes(s, p.add(LOW + g * GROUP));
             Tile {
-                codes: or_bits::<S, 1, 4>(s, low, p.add(HIGH + g * QUAD)),
+                codes: or_bits::<S, 1, 4>(s, low, p.add(HIGH + g * GROUP)),
                 d: [s.mul(d, sc); 2],
                 min: [s.sub(s.splat(-0.0), s.mul(dmin, m)); 2],
                 ..Tile::zero(s)

@@ -65,22 +65,35 @@ fn quantize(x: &[f32; 256]) -> [u8; BYTES] {
     block
 }
 
-/// 16 `d`, 16 x 16 scales, high bits, then low bits.
+/// 16 `d`; then for each group 2 x 16 scales, high bits, low bits.
 static PANEL: PanelFormat = PanelFormat::new::<Packed>(&[
     Segment { bytes: 208..210, bits: 8, place: place::half, flip: 0 },
-    Segment { bytes: 192..208, bits: 8, place: |row, unit| SCALES + place::byte(row, unit), flip: 0 },
-    Segment { bytes: 128..192, bits: 2, place: |row, unit| HIGH * 4 + place::code2_quarters(row, unit), flip: 0 },
-    Segment { bytes: 0..128, bits: 4, place: place_low, flip: 0 },
+    Segment { bytes: 192..208, bits: 8, place: |row, unit| SCALES + grouped(place::byte(row, unit), 8), flip: 0 },
+    Segment {
+        bytes: 128..192,
+        bits: 2,
+        place: |row, unit| HIGH * 4 + grouped(place::code2_quarters(row, unit), 2),
+        flip: 0,
+    },
+    Segment { bytes: 0..128, bits: 4, place: |row, unit| LOW * 2 + grouped(place_low(row, unit), 4), flip: 0 },
 ]);
 
 const SCALES: usize = 2 * LANES;
-const HIGH: usize = SCALES + 16 * LANES;
-const LOW: usize = HIGH + 64 * LANES;
+const HIGH: usize = SCALES + 2 * LANES;
+const LOW: usize = HIGH + 2 * QUAD;
+/// Bytes of a group: scales, high bits, low bits.
+const GROUP: usize = 2 * LANES + 2 * QUAD + 4 * QUAD;
+
+/// Units of `bits` bits: a group has two scales of 8 bits a row, and 32 codes of fewer.
+fn grouped(place: usize, bits: usize) -> usize {
+    let run = if bits == 8 { 2 * LANES } else { COLS * LANES };
+    place::grouped(place, run, GROUP * 8 / bits)
+}
 
 fn place_low(row: usize, unit: usize) -> usize {
     let (byte, high) = (unit / 2, unit % 2);
     let group = byte / 64 * 4 + high * 2 + byte % 64 / 32;
-    LOW * 2 + group * LANES * COLS + place::code4(row, byte % 32)
+    group * LANES * COLS + place::code4(row, byte % 32)
 }
 
 struct Packed;
@@ -97,10 +110,10 @@ impl Panel for Packed {
         // SAFETY: the offsets are those of PANEL.
         unsafe {
             t.d = [s.load_f16(p.cast()); 2];
-            let scales = p.add(SCALES + 2 * g * LANES);
-            t.sub = [s.load_i8(scales), s.load_i8(scales.add(LANES))];
-            t.codes = nibble_codes(s, p.add(LOW + g * LANES * COLS / 2));
-            t.codes = or_bits::<S, 2, 4>(s, t.codes, p.add(HIGH + 2 * g * QUAD));
+            let p = p.add(g * GROUP);
+            t.sub = [s.load_i8(p.add(SCALES)), s.load_i8(p.add(SCALES + LANES))];
+            t.codes = nibble_codes(s, p.add(LOW));
+            t.codes = or_bits::<S, 2, 4>(s, t.codes, p.add(HIGH));
         }
         t
     }
