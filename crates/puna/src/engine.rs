@@ -3,6 +3,7 @@
 //! There is no prefill phase and no decode phase: each sequence has its rows and a number of computed ones, and a
 //! step computes what it can of what is missing (`scheduler.rs`). What a sequence says depends on its own request alone.
 
+use crate::chat::Chat;
 use crate::error::Error;
 use crate::files::ModelFiles;
 use crate::pace::Pace;
@@ -168,6 +169,11 @@ impl Engine {
         &mut self.model
     }
 
+    /// Positions of a text that is embedded.
+    pub fn text_ctx(&self) -> usize {
+        self.text_ctx
+    }
+
     /// Positions of a sequence.
     pub fn ctx(&self) -> usize {
         self.ctx
@@ -186,8 +192,9 @@ impl Engine {
         self.tokenizer.as_ref().ok_or_else(|| Error::NoTokenizer { path: self.path.clone() })
     }
 
-    pub(crate) fn path(&self) -> &std::path::Path {
-        &self.path
+    /// What makes prompts, for use beside the engine.
+    pub fn chat(&self) -> Chat {
+        Chat::new(self.path.clone(), self.tokenizer.clone(), self.template.clone())
     }
 
     /// The source of the model's chat template.
@@ -203,6 +210,11 @@ impl Engine {
         PartialSampling::resolve(wishes, &self.sampling)
     }
 
+    /// What the model's files recommend of sampling.
+    pub fn sampling_defaults(&self) -> &PartialSampling {
+        &self.sampling
+    }
+
     /// How busy it is.
     pub fn status(&self) -> Status {
         Status {
@@ -212,6 +224,16 @@ impl Engine {
             kv_cached: self.kv.bytes_cached(),
             kv_limit: self.kv.limit(),
         }
+    }
+
+    /// Positions that are computed of a request's first answer; `None` while it waits.
+    pub fn computed(&self, id: RequestId) -> Option<usize> {
+        self.running.iter().find(|s| s.id == id).map(|s| s.computed)
+    }
+
+    /// Rows of the last step.
+    pub fn step_rows(&self) -> usize {
+        self.batch.rows.len()
     }
 
     /// Whether all counts of blocks agree: for tests.
@@ -243,6 +265,9 @@ impl Engine {
         }
         if !(1..=MAX_SAMPLES).contains(&request.n) {
             return Err(Error::Samples { n: request.n, most: MAX_SAMPLES });
+        }
+        if let Some(&id) = request.stop_token_ids.iter().find(|&&id| id as usize >= vocab) {
+            return Err(Error::TokenId { id, vocab });
         }
         prompt.check(config)?;
         let chain = Chain::of(prompt, config, config.rope.is_long(prompt.len()));
@@ -297,7 +322,16 @@ impl Engine {
         for span in &self.batch.spans {
             let at = self.running.iter().position(|s| s.seq == span.seq).expect("spans are of running sequences");
             let sequence = &mut self.running[at];
-            sequence.computed += span.rows;
+            if let Err(e) = sequence.compute(span.rows, &mut rows, &mut self.scratch) {
+                let ended = std::mem::take(&mut sequence.siblings);
+                self.events.push(sequence.finish(FinishReason::Error(e.clone().into())));
+                self.events.extend(ended.into_iter().map(|mut s| s.finish(FinishReason::Error(e.clone().into()))));
+                // The logits of its last row are another's otherwise.
+                if sequence.missing() == 0 {
+                    rows.next();
+                }
+                continue;
+            }
             if sequence.missing() > 0 {
                 continue;
             }

@@ -17,7 +17,7 @@
 
 #![forbid(unsafe_code)]
 
-mod chat;
+pub mod chat;
 pub mod convert;
 pub mod embed;
 pub mod engine;
@@ -30,8 +30,9 @@ pub mod sampler;
 mod scheduler;
 mod sequence;
 
+pub use chat::{Chat, ChatEnd, Conversation};
 pub use convert::{Conversion, ConvertOptions};
-pub use embed::EmbedOptions;
+pub use embed::{EmbedOptions, Embedding};
 pub use engine::{Engine, EngineOptions, Status};
 pub use error::Error;
 pub use files::ModelFiles;
