@@ -288,10 +288,10 @@ impl Sequence {
     /// Chooses the next token from the logits of the last one.
     pub fn sample(&mut self, logits: &[f32], scratch: &mut Scratch, now: Instant) -> Event {
         let prompt_logprobs = self.scores.take().map(|scores| scores.rows).unwrap_or_default();
-        Event { prompt_logprobs, ..self.choose(logits, scratch, now) }
+        Event { prompt_logprobs, ..self.go_on(logits, scratch, now) }
     }
 
-    fn choose(&mut self, logits: &[f32], scratch: &mut Scratch, now: Instant) -> Event {
+    fn go_on(&mut self, logits: &[f32], scratch: &mut Scratch, now: Instant) -> Event {
         if self.len() >= self.limit {
             return self.finish(FinishReason::Length);
         }
