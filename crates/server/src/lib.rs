@@ -28,5 +28,6 @@ mod signal;
 mod worker;
 
 pub use error::Error;
+pub use models::model_name;
 pub use options::{Keys, Limits, Options};
 pub use server::{Server, serve};

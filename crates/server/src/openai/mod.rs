@@ -7,6 +7,7 @@
 
 mod answer;
 pub mod chat;
+mod chat_answer;
 pub mod completions;
 pub mod embeddings;
 mod error;
