@@ -5,6 +5,7 @@
 
 use crate::error::Error;
 use crate::files::ModelFiles;
+use crate::grammar::Grammars;
 use crate::pace::Pace;
 use crate::pooling::Declared;
 use crate::request::{Event, Finish, FinishReason, MAX_SAMPLES, Request, RequestId};
@@ -17,7 +18,7 @@ use puna_model::bind::Progress;
 use puna_model::{Batch, Chain, Config, KvCache, LoadOptions, Model};
 use puna_text::Tokenizer;
 use std::path::PathBuf;
-use std::sync::Arc;
+use std::sync::{Arc, OnceLock};
 use std::time::Instant;
 
 /// How an engine is set up. Only `kv` changes what it says.
@@ -75,6 +76,7 @@ pub struct Engine {
     pub(crate) model: Model,
     pub(crate) kv: KvCache,
     tokenizer: Option<Arc<Tokenizer>>,
+    grammars: OnceLock<Arc<Grammars>>,
     template: Option<String>,
     sampling: PartialSampling,
     path: PathBuf,
@@ -137,6 +139,7 @@ impl Engine {
             chunk: options.chunk.max(1),
             max_running: options.max_running.max(1),
             tokenizer: tokenizer.map(Arc::new),
+            grammars: OnceLock::new(),
             model,
             template,
             sampling,
@@ -184,6 +187,18 @@ impl Engine {
     /// [`Error::NoTokenizer`].
     pub fn tokenizer(&self) -> Result<&Arc<Tokenizer>, Error> {
         self.tokenizer.as_ref().ok_or_else(|| Error::NoTokenizer { path: self.path.clone() })
+    }
+
+    /// What compiles grammars for this model. It can be used beside the engine, on other threads.
+    ///
+    /// # Errors
+    /// [`Error::NoTokenizer`]; as [`Grammars::new`].
+    pub fn grammars(&self) -> Result<&Arc<Grammars>, Error> {
+        if let Some(grammars) = self.grammars.get() {
+            return Ok(grammars);
+        }
+        let grammars = Grammars::new(self.tokenizer()?)?;
+        Ok(self.grammars.get_or_init(|| grammars))
     }
 
     pub(crate) fn path(&self) -> &std::path::Path {
@@ -243,6 +258,11 @@ impl Engine {
         }
         if !(1..=MAX_SAMPLES).contains(&request.n) {
             return Err(Error::Samples { n: request.n, most: MAX_SAMPLES });
+        }
+        if let Some(grammar) = &request.grammar
+            && !grammar.is_for(self.tokenizer()?)
+        {
+            return Err(Error::ForeignGrammar);
         }
         prompt.check(config)?;
         let chain = Chain::of(prompt, config, config.rope.is_long(prompt.len()));
