@@ -20,8 +20,8 @@ use puna_text::Tokenizer;
 use serde_json::{Value, json};
 use std::sync::Arc;
 
-/// Longest grammar or regular expression, in bytes.
-const MAX_TEXT: usize = 64 << 10;
+/// Longest grammar, and most regular expressions, in bytes: work on them can grow as the square.
+const MAX_TEXT: usize = 16 << 10;
 /// Longest token that a grammar allows, in bytes: what the parser's table of tokens can hold.
 const MAX_TOKEN: usize = 1000;
 /// Stack of the thread that compiles: the depth of a hostile grammar ends within it.

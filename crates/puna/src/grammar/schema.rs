@@ -3,6 +3,7 @@
 //! The parser passes over keywords that it does not know, and over some that it does, depending on the draft. Here every
 //! keyword is known to be enforced, known to need no enforcement, or an error.
 
+use super::MAX_TEXT;
 use crate::error::Error;
 use serde_json::{Map, Number, Value};
 use std::time::{Duration, Instant};
@@ -91,7 +92,7 @@ const FORMATS: [&str; 10] =
 /// # Errors
 /// [`Error::Schema`] names what cannot be enforced and where it is.
 pub(super) fn prepare(schema: &Value) -> Result<Value, Error> {
-    let mut walk = Walk { root: schema, depth: 0, nodes: 0, bytes: 0 };
+    let mut walk = Walk { root: schema, depth: 0, nodes: 0, bytes: 0, patterns: 0 };
     walk.schema(schema, &mut Vec::new())
 }
 
@@ -109,6 +110,7 @@ struct Walk<'a> {
     depth: usize,
     nodes: usize,
     bytes: usize,
+    patterns: usize,
 }
 
 impl Walk<'_> {
@@ -148,9 +150,13 @@ impl Walk<'_> {
         path: &mut Vec<String>,
     ) -> Result<Option<(String, Value)>, Error> {
         self.count(1, keyword.len(), path)?;
+        self.patterns += patterns_of(keyword, value);
         let at = |problem: &str| Err(error(keyword, &pointer(path), problem));
         let holds = ENFORCED.iter().find(|(name, _)| *name == keyword).map(|(_, holds)| *holds);
         let value = match (keyword, holds) {
+            ("pattern" | "patternProperties", _) if self.patterns > MAX_TEXT => {
+                return at(&format!("the expressions of the schema have more than {MAX_TEXT} bytes"));
+            }
             ("format", _) if value.as_str().is_some_and(|name| !FORMATS.contains(&name)) => return Ok(None),
             ("$ref", _) => self.reference(value, path)?,
             ("oneOf", _) if self.are_disjoint(value) => {
@@ -290,6 +296,31 @@ impl Walk<'_> {
         };
         Err(error(&path.last().cloned().unwrap_or_default(), &pointer(path), problem))
     }
+}
+
+/// Bytes of the regular expressions that a keyword holds.
+fn patterns_of(keyword: &str, value: &Value) -> usize {
+    match (keyword, value) {
+        ("pattern", Value::String(pattern)) => pattern.len(),
+        ("patternProperties", Value::Object(map)) => map.keys().map(String::len).sum(),
+        _ => 0,
+    }
+}
+
+/// Bytes of the regular expressions that a schema holds, at most: what looks like one counts.
+pub(super) fn pattern_bytes(schema: &Value) -> usize {
+    let (mut open, mut bytes) = (vec![schema], 0);
+    while let Some(value) = open.pop() {
+        match value {
+            Value::Object(map) => {
+                bytes += map.iter().map(|(keyword, value)| patterns_of(keyword, value)).sum::<usize>();
+                open.extend(map.values());
+            }
+            Value::Array(list) => open.extend(list),
+            _ => {}
+        }
+    }
+    bytes
 }
 
 /// The text that a required property must be.

@@ -312,13 +312,20 @@ fn hostile_grammars_end_in_errors() {
         ("depth", schema(deep(100))),
         ("width", schema(json!({ "enum": wide }))),
         ("bytes", schema(json!({ "const": "a".repeat(2 << 20) }))),
-        ("parentheses", lark(nested("(", ")", 30_000))),
-        ("open", lark(nested("(", "", 60_000))),
+        ("parentheses", lark(nested("(", ")", 8000))),
+        ("open", lark(nested("(", "", 16_000))),
         ("no start", lark("a: \"b\"".into())),
         ("syntax", lark("start: \"".into())),
         ("long", lark("start: \"a\"\n".repeat(10_000))),
-        ("regex", regex("(".repeat(60_000))),
-        ("regex nesting", regex(format!("{}a{}", "(".repeat(30_000), ")".repeat(30_000)))),
+        ("regex", regex("(".repeat(16_000))),
+        ("regex nesting", regex(format!("{}a{}", "(".repeat(8000), ")".repeat(8000)))),
+        ("long regex", regex("a".repeat(17_000))),
+        (
+            "long patterns",
+            schema(
+                json!({ "items": { "pattern": "a".repeat(9000) }, "additionalProperties": { "pattern": "a".repeat(9000) } }),
+            ),
+        ),
         ("empty", lark(String::new())),
     ];
     for (name, compile) in bad {
@@ -335,9 +342,9 @@ fn hostile_grammars_end_in_errors() {
         ("numbers", schema(json!({ "type": "number", "minimum": -1e308, "maximum": 1e-308, "multipleOf": 1e-9 }))),
         ("patterns", schema(json!({ "anyOf": objects }))),
         ("repetition", regex("(a|ab|b){1,5000}{1,5000}x".into())),
-        ("long text", lark(format!("start: \"{}\"", "ab".repeat(30_000)))),
-        ("long expression", regex("a?b*".repeat(15_000))),
-        ("many words", regex((0..12_000).map(|i| i.to_string()).collect::<Vec<_>>().join("|"))),
+        ("long text", lark(format!("start: \"{}\"", "ab".repeat(8000)))),
+        ("long expression", regex("a?b*".repeat(4000))),
+        ("many words", regex((0..3000).map(|i| i.to_string()).collect::<Vec<_>>().join("|"))),
         ("long value", schema(json!({ "const": "ab".repeat(100_000) }))),
         ("many values", schema(json!({ "enum": (0..9000).map(|i| format!("{i}é")).collect::<Vec<_>>() }))),
         ("ambiguity", lark("start: a\na: a a | \"x\" | \"\"".into())),
@@ -357,7 +364,7 @@ fn hostile_grammars_end_in_errors() {
                 }
             }
         }
-        assert!(begin.elapsed().as_secs() < 60, "{name} takes {:?}", begin.elapsed());
+        assert!(begin.elapsed().as_secs() < 30, "{name} takes {:?}", begin.elapsed());
     }
     assert!(start.elapsed().as_secs() < 300, "{:?}", start.elapsed());
 }

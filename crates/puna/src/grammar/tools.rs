@@ -1,5 +1,6 @@
 //! Grammars of tool calls, in each format that answers have them.
 
+use super::MAX_TEXT;
 use super::schema::{self, error};
 use crate::error::Error;
 use puna_text::Tokenizer;
@@ -92,6 +93,10 @@ impl<'a> ToolGrammar<'a> {
         }
         if tools.is_empty() {
             return Err(failed("there are no tools".into()));
+        }
+        let patterns: usize = tools.iter().map(|tool| schema::pattern_bytes(tool.parameters)).sum();
+        if patterns > MAX_TEXT {
+            return Err(failed(format!("the expressions of all tools have more than {MAX_TEXT} bytes")));
         }
         let mut out = Rules { text: String::new(), tokenizer };
         let shape = match self.format.calls {
