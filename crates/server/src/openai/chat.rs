@@ -159,6 +159,8 @@ pub struct ChatRequest {
     pub logprobs: Option<usize>,
     /// Which tools may or must be called.
     pub tool_choice: ToolChoice,
+    /// Whether an answer may call several.
+    pub parallel: bool,
 }
 
 impl ChatRequest {
@@ -183,7 +185,17 @@ impl ChatRequest {
         }
         let logprobs = (wanted == Some(true)).then_some(top.unwrap_or(0) as usize);
         let model = fields.string("model")?.map(str::to_owned);
-        Ok(ChatRequest { model, talk, generation, logprobs, tool_choice })
+        let parallel = fields.boolean("parallel_tool_calls")?.unwrap_or(true);
+        if talk.tools.is_some() && generation.constraint.is_some() {
+            let what = "cannot be used together with tools, unless tool_choice is none";
+            let param = if fields.get("grammar").is_some() { "grammar" } else { "response_format" };
+            return Err(ApiError::invalid(param, what));
+        }
+        if generation.constraint.is_some() {
+            // What a template would begin with is no part of the grammar.
+            talk.variables.entry("enable_thinking").or_insert(json!(false));
+        }
+        Ok(ChatRequest { model, talk, generation, logprobs, tool_choice, parallel })
     }
 
     /// The work that the request is for a model.
@@ -196,7 +208,11 @@ impl ChatRequest {
         let mut request = self.generation.request(card, "messages", prompt)?;
         request.logprobs = self.logprobs;
         let tools = self.talk.tools.as_ref().and_then(Value::as_array).map_or(&[][..], Vec::as_slice);
-        let replies = Replies::new(card, tools, &ids);
+        let replies = Replies::new(card, tools, &ids, self.generation.constraint.is_some());
+        request.shown = replies.markers();
+        if !tools.is_empty() {
+            request.grammar = Some(replies.grammar(card, tools, &self.tool_choice, self.parallel)?);
+        }
         let answer = chat_answer::new(card, self, &request, &replies, ids);
         Ok(Job { requests: vec![request], answer })
     }
@@ -209,8 +225,8 @@ fn refuse(fields: &Fields) -> Result<(), ApiError> {
             return Err(expected(format!("modalities[{i}]"), "text, the only kind of answer", modality));
         }
     }
-    for field in ["audio", "functions", "function_call", "response_format", "grammar"] {
-        if fields.get(field).is_some_and(|value| value["type"] != "text") {
+    for field in ["audio", "functions", "function_call"] {
+        if fields.get(field).is_some() {
             return Err(ApiError::invalid(field, "not supported"));
         }
     }

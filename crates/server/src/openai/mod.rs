@@ -9,6 +9,7 @@ mod answer;
 pub mod chat;
 mod chat_answer;
 pub mod completions;
+mod constraint;
 pub mod embeddings;
 mod error;
 mod fields;
@@ -21,6 +22,7 @@ pub mod tokens;
 
 pub(crate) use answer::unique;
 pub use answer::{Answer, Assemble, Job, Stream, Usage};
+pub use constraint::Constraint;
 pub use error::{ApiError, Kind};
 pub use fields::Fields;
 pub use generation::{Generation, StreamOptions};

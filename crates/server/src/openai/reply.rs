@@ -1,8 +1,14 @@
 //! How the answers of a model are taken apart.
 
-use crate::openai::Card;
+use crate::openai::chat::ToolChoice;
+use crate::openai::{ApiError, Card};
+use puna::{Grammar, ToolGrammar};
+use puna_text::reply::CallStyle;
 use puna_text::{Delta, ReplyFormat, ReplyOptions, ReplyParser};
 use serde_json::{Value, json};
+
+/// How calls are written where a template knows of none: the form that most models have seen.
+const FALLBACK: &str = "hermes";
 
 /// What all answers to a request have in common.
 #[derive(Clone, Debug)]
@@ -13,9 +19,16 @@ pub(crate) struct Replies {
 }
 
 impl Replies {
-    /// For answers to a prompt. Without `tools` no calls are looked for.
-    pub fn new(card: &Card, tools: &[Value], prompt: &[u32]) -> Replies {
-        let format = ReplyFormat::of_template(card.chat.template().unwrap_or_default());
+    /// For answers to a prompt. Without `tools` no calls are looked for. An answer that has a form of its own
+    /// (`is_constrained`) is all text.
+    pub fn new(card: &Card, tools: &[Value], prompt: &[u32], is_constrained: bool) -> Replies {
+        let by_name = |name| ReplyFormat::by_name(name).unwrap_or(ReplyFormat::of_template(""));
+        let mut format = ReplyFormat::of_template(card.chat.template().unwrap_or_default());
+        if is_constrained {
+            format = by_name("plain");
+        } else if !tools.is_empty() && format.calls == CallStyle::None && format.think.is_none() {
+            format = by_name(FALLBACK);
+        }
         // What a template opens is at the prompt's end.
         let tail = &prompt[prompt.len().saturating_sub(16)..];
         let tail = card.chat.tokenizer().map(|t| t.decode(tail)).unwrap_or_default();
@@ -25,6 +38,28 @@ impl Replies {
     /// Control tokens whose text a parser looks for.
     pub fn markers(&self) -> Vec<String> {
         self.format.markers().into_iter().map(str::to_owned).collect()
+    }
+
+    /// What keeps an answer to calls of tools as `choice` says, with arguments that their schemas allow.
+    ///
+    /// # Errors
+    /// A schema that cannot be enforced; a model whose answers have no calls.
+    pub fn grammar(
+        &self,
+        card: &Card,
+        tools: &[Value],
+        choice: &ToolChoice,
+        parallel: bool,
+    ) -> Result<Grammar, ApiError> {
+        let wanted = match choice {
+            ToolChoice::None | ToolChoice::Auto => puna::ToolChoice::Auto,
+            ToolChoice::Required => puna::ToolChoice::Required,
+            ToolChoice::Named(name) => puna::ToolChoice::Named(name),
+        };
+        let (format, in_reasoning) = (self.format, self.in_reasoning);
+        let grammar = ToolGrammar { format, tools, choice: wanted, parallel, in_reasoning };
+        let result = card.chat.grammars().and_then(|grammars| grammars.tools(&grammar));
+        result.map_err(|e| ApiError::of_engine("tools", &e))
     }
 
     /// A parser for one answer; `seed` is another for each.
