@@ -128,7 +128,9 @@ const OPEN: &[&str] = &["/", "/health", "/metrics"];
 
 /// Lets in who has a key.
 pub(crate) async fn authorize(State(app): State<Arc<App>>, request: Request, next: Next) -> Response {
-    let is_open = app.keys.is_empty() || OPEN.contains(&request.uri().path()) || request.method() == Method::OPTIONS;
+    let path = request.uri().path();
+    let is_open = OPEN.contains(&path) || path.starts_with("/page/");
+    let is_open = is_open || app.keys.is_empty() || request.method() == Method::OPTIONS;
     let given = request.headers().get(header::AUTHORIZATION).map(HeaderValue::as_bytes);
     let key =
         given.and_then(|value| value.split_at_checked(7).filter(|(scheme, _)| scheme.eq_ignore_ascii_case(b"bearer ")));

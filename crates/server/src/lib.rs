@@ -22,11 +22,13 @@ mod metrics;
 mod models;
 pub mod openai;
 mod options;
+mod page;
 mod routes;
 pub mod server;
 mod signal;
 mod worker;
 
 pub use error::Error;
+pub use models::model_name;
 pub use options::{Keys, Limits, Options};
 pub use server::{Server, serve};

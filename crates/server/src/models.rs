@@ -246,7 +246,8 @@ type Named = (Vec<(String, PathBuf)>, HashMap<String, usize>);
 
 /// Models by the names of their files, and who has which name.
 fn named(options: &Options) -> Result<Named, Error> {
-    let mut paths: Vec<(String, PathBuf)> = options.models.iter().map(|path| (name_of(path), path.clone())).collect();
+    let mut paths: Vec<(String, PathBuf)> =
+        options.models.iter().map(|path| (model_name(path), path.clone())).collect();
     let mut names = HashMap::new();
     let mut add = |name: &str, at: usize| match names.insert(name.to_owned(), at) {
         None => Ok(()),
@@ -273,8 +274,8 @@ fn named(options: &Options) -> Result<Named, Error> {
     if paths.is_empty() { Err(Error::NoModel) } else { Ok((paths, names)) }
 }
 
-/// The name of a file without its ending, or of a folder.
-fn name_of(path: &Path) -> String {
+/// What requests call the model at a path: the name of a file without its ending, or of a folder.
+pub fn model_name(path: &Path) -> String {
     let path = std::fs::canonicalize(path).unwrap_or_else(|_| path.to_owned());
     let name = if path.is_dir() { path.file_name() } else { path.file_stem() };
     name.map_or_else(|| "model".to_owned(), |name| name.to_string_lossy().into_owned())
