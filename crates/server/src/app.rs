@@ -186,7 +186,7 @@ mod tests {
         let (models, _commands) = Models::unloaded(&options);
         let app = App::new(&options, models);
         assert_eq!(app.health().unwrap_err().code, Some("loading"));
-        let error = app.pick(None).unwrap_err();
+        let Err(error) = app.pick(None) else { panic!("it is not loaded") };
         assert_eq!((error.kind.status(), error.code), (503, Some("model_loading")));
         assert_eq!(app.props()["models"][0]["state"], "loading");
         app.drain();

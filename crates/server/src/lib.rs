@@ -22,6 +22,7 @@ mod metrics;
 mod models;
 pub mod openai;
 mod options;
+mod page;
 mod routes;
 pub mod server;
 mod signal;

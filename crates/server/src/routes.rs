@@ -43,6 +43,7 @@ pub(crate) fn routes() -> Vec<(&'static str, MethodRouter<Arc<App>>)> {
 /// The service, but for what wraps all of it.
 pub(crate) fn router(app: Arc<App>) -> Router {
     let router = routes().into_iter().fold(Router::new(), |router, (path, method)| router.route(path, method));
+    let router = router.merge(crate::page::routes());
     router.fallback(nothing).method_not_allowed_fallback(no_method).with_state(app)
 }
 

@@ -4,7 +4,7 @@ use crate::openai::answer::Job;
 use crate::openai::fields::expected;
 use crate::openai::generation::MAX_LOGPROBS;
 use crate::openai::reply::Replies;
-use crate::openai::{ApiError, Card, Fields, Generation, chat_answer, messages};
+use crate::openai::{ApiError, Card, Fields, Generation, chat_answer, messages, tool_text};
 use puna::{ChatEnd, Conversation};
 use serde_json::{Map, Value, json};
 
@@ -48,14 +48,23 @@ impl Talk {
         Ok(Talk { messages: messages::read(fields)?, tools: tools(fields)?, end, variables })
     }
 
-    fn conversation(&self) -> Conversation<'_> {
-        Conversation {
-            messages: &self.messages,
-            tools: self.tools.as_ref(),
+    /// Calls `f` with what the template gets: tools in text, if it does not show them.
+    fn with_conversation<T>(
+        &self,
+        card: &Card,
+        f: impl FnOnce(&Conversation) -> Result<T, puna::Error>,
+    ) -> Result<T, ApiError> {
+        let shows_tools = tool_text::shows_tools(card.chat.template().unwrap_or_default());
+        let tools = self.tools.as_ref().and_then(Value::as_array).filter(|_| !shows_tools);
+        let spelled = tools.map(|tools| tool_text::spell(&self.messages, tools));
+        let conversation = Conversation {
+            messages: spelled.as_deref().unwrap_or(&self.messages),
+            tools: self.tools.as_ref().filter(|_| shows_tools),
             template: None,
             end: self.end,
             variables: Some(&self.variables),
-        }
+        };
+        f(&conversation).map_err(|e| ApiError::of_engine("messages", &e))
     }
 
     /// The prompt as text.
@@ -63,7 +72,7 @@ impl Talk {
     /// # Errors
     /// What the template says is wrong.
     pub fn render(&self, card: &Card) -> Result<String, ApiError> {
-        card.chat.render(&self.conversation()).map_err(|e| ApiError::of_engine("messages", &e))
+        self.with_conversation(card, |conversation| card.chat.render(conversation))
     }
 
     /// The prompt as ids.
@@ -71,7 +80,7 @@ impl Talk {
     /// # Errors
     /// As [`Talk::render`].
     pub fn prompt(&self, card: &Card) -> Result<Vec<u32>, ApiError> {
-        card.chat.prompt(&self.conversation()).map_err(|e| ApiError::of_engine("messages", &e))
+        self.with_conversation(card, |conversation| card.chat.prompt(conversation))
     }
 }
 

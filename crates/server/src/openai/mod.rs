@@ -19,6 +19,7 @@ mod messages;
 mod model;
 mod reply;
 pub mod tokens;
+mod tool_text;
 
 pub(crate) use answer::unique;
 pub use answer::{Answer, Assemble, Job, Stream, Usage};
