@@ -123,7 +123,7 @@ fn answers_are_of_a_grammar() {
 
 #[test]
 fn what_cannot_be_enforced_is_refused_by_name() {
-    let server = Running::small();
+    let server = Running::start(support::options(1024));
     let schema = |schema: Value| json!({ "response_format": { "type": "json_schema", "json_schema": { "name": "x", "schema": schema } } });
     let broken = json!({ "type": "object", "properties": { "a": { "type": "no such type" } } });
     let mut bad_tool = with_tools(json!("required"));

@@ -119,7 +119,8 @@ impl Message {
 
     /// As the interface has it: the content is null where there are only calls.
     pub fn value(&self) -> Value {
-        let has_content = !self.content.is_empty() || self.calls.is_empty();
+        // White space between calls is nothing that was said.
+        let has_content = !self.content.trim().is_empty() || self.calls.is_empty();
         let content = has_content.then_some(&self.content);
         let mut value = json!({ "role": "assistant", "content": content, "refusal": null });
         if !self.reasoning.is_empty() {
