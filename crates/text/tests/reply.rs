@@ -106,6 +106,9 @@ fn hermes() {
     {
         check("hermes", &format!("<tool_call>{empty}</tool_call>"), "", std::slice::from_ref(&b));
     }
+    let list = r#"<tool_call>[{"name": "weather", "arguments": {}}, {"name": "weather", "arguments": {}}]</tool_call>"#;
+    check("hermes", list, "", &[b.clone(), b.clone()]);
+    check("hermes", "<tool_call>[{\"name\": \"weather\"}] so", "] so", &[b]);
     // Arguments as a text of JSON, and a line break within a string.
     check(
         "hermes",
@@ -285,6 +288,8 @@ fn formats_are_found_in_templates() {
     for name in ReplyFormat::names() {
         assert_eq!(ReplyFormat::by_name(name).unwrap().name, name);
     }
+    let with_calls = |name: &str| ReplyFormat::by_name(name).unwrap().with_calls().name;
+    assert_eq!(["plain", "deepseek-r1", "mistral"].map(with_calls), ["hermes", "qwen3", "mistral"]);
 }
 
 #[test]

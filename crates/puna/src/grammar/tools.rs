@@ -156,6 +156,9 @@ struct Shape {
     next: Option<String>,
 }
 
+/// The end of an object, in Lark.
+const OBJECT_END: &str = "\"}\"";
+
 struct Rules<'t> {
     text: String,
     tokenizer: &'t Tokenizer,
@@ -231,13 +234,13 @@ impl Rules<'_> {
         }
     }
 
-    /// `prefix`, an object of each tool's arguments, `}`.
-    fn objects(&mut self, tools: &[Tool], key: &str) -> Result<String, Error> {
+    /// An object with a tool's name and its arguments, and `end`.
+    fn objects(&mut self, tools: &[Tool], key: &str, end: &str) -> Result<String, Error> {
         let mut names = Vec::new();
         for (i, tool) in tools.iter().enumerate() {
             let schema = parameters(tool)?;
             let head = format!("{{\"name\": {}, \"{key}\": ", quoted(tool.name));
-            self.rule(&format!("object_{i}"), &format!("{} %json {} \"}}\"", quoted(&head), super::spaced(&schema)));
+            self.rule(&format!("object_{i}"), &format!("{} %json {} {end}", quoted(&head), super::spaced(&schema)));
             names.push(format!("object_{i}"));
         }
         Ok(format!("({})", names.join(" | ")))
@@ -245,14 +248,14 @@ impl Rules<'_> {
 
     fn hermes(&mut self, tools: &[Tool]) -> Result<Shape, Error> {
         let (open, close) = (Mark::new("<tool_call>", self.tokenizer), Mark::new("</tool_call>", self.tokenizer));
-        let object = self.objects(tools, "arguments")?;
+        let object = self.objects(tools, "arguments", OBJECT_END)?;
         self.rule("call", &format!("SPACE? {object} SPACE? {}", close.lark()));
         let next = Some(format!("{} call", open.lark()));
         Ok(Shape { open, bare: None, first: "call".into(), next })
     }
 
     fn llama3(&mut self, tools: &[Tool]) -> Result<Shape, Error> {
-        let object = self.objects(tools, "parameters")?;
+        let object = self.objects(tools, "parameters", OBJECT_END)?;
         self.rule("call", &object);
         let open = Mark::new("<|python_tag|>", self.tokenizer);
         Ok(Shape { open, bare: Some("{"), first: "call".into(), next: Some("\";\" SPACE? call".into()) })
@@ -272,7 +275,8 @@ impl Rules<'_> {
             let next = Some(format!("{} call", open.lark()));
             return Ok(Shape { open, bare: None, first: "call".into(), next });
         }
-        let object = self.objects(tools, "arguments")?;
+        self.rule("end", r#"(", \"id\": \"" /[a-zA-Z0-9]{9}/ "\"")? "}""#);
+        let object = self.objects(tools, "arguments", "end")?;
         let more = if is_single { String::new() } else { format!("(\",\" SPACE? {object})*") };
         self.rule("call", &format!("SPACE? \"[\" {object} {more} \"]\""));
         Ok(Shape { open, bare: None, first: "call".into(), next: None })

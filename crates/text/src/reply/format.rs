@@ -70,6 +70,16 @@ impl ReplyFormat {
         REPLY_FORMATS.iter().find(|format| format.name == name)
     }
 
+    /// The format of answers to requests that offer tools: where the model has no way of its own to call them, it is
+    /// Hermes', which most models have seen.
+    pub fn with_calls(&'static self) -> &'static ReplyFormat {
+        let fits = |format: &&ReplyFormat| format.calls == CallStyle::Hermes && format.think == self.think;
+        match self.calls {
+            CallStyle::None => REPLY_FORMATS.iter().find(fits).unwrap_or(self),
+            _ => self,
+        }
+    }
+
     /// The names there are.
     pub fn names() -> impl Iterator<Item = &'static str> {
         let is_first = |i: usize| i == 0 || REPLY_FORMATS[i].name != REPLY_FORMATS[i - 1].name;
@@ -151,15 +161,24 @@ pub(super) struct Syntax {
 const ID: usize = 24;
 const ANNOUNCED: Then = Then::Object { is_announced: true };
 
+const BARE: Then = Then::Object { is_announced: false };
+/// One call, or a list of them.
+const IN_TAGS: Follow = &[("{", ANNOUNCED), ("[", Then::Expect(&[("{", ANNOUNCED)]))];
+
 static HERMES: Syntax = Syntax {
     at_start: &[],
-    open: &[("<tool_call>", Then::Expect(&[("{", ANNOUNCED)]))],
-    after: &[("</tool_call>", Then::Closed), ("<tool_call>", Then::Expect(&[("{", ANNOUNCED)]))],
+    open: &[("<tool_call>", Then::Expect(IN_TAGS))],
+    after: &[
+        ("</tool_call>", Then::Closed),
+        ("<tool_call>", Then::Expect(IN_TAGS)),
+        ("{", BARE),
+        (",", Then::Separator),
+        ("]", Then::Separator),
+    ],
     id_len: ID,
 };
 
 const PYTHON: Follow = &[("{", ANNOUNCED), ("", Then::Builtin)];
-const BARE: Then = Then::Object { is_announced: false };
 
 static LLAMA3: Syntax = Syntax {
     at_start: &[("{", BARE)],
