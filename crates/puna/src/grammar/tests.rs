@@ -130,9 +130,15 @@ fn is_valid(value: &Value, schema: &Value, root: &Value) -> bool {
             "maxLength" => len.is_none_or(|len| len <= n()),
             "minItems" => items.is_none_or(|len| len >= n()),
             "maxItems" => items.is_none_or(|len| len <= n()),
+            "maximum" => value.as_f64().is_none_or(|value| value <= n()),
             "minimum" => value.as_f64().is_none_or(|value| value >= n()),
             "exclusiveMaximum" => value.as_f64().is_none_or(|value| value < n()),
             "multipleOf" => value.as_f64().is_none_or(|value| value % n() == 0.0),
+            "items" if arg.is_array() => value.as_array().is_none_or(|items| {
+                let rest = schema.get("additionalItems").unwrap_or(&Value::Bool(true));
+                let one = |i: usize| arg.get(i).unwrap_or(rest);
+                items.iter().enumerate().all(|(i, item)| is_valid(item, one(i), root))
+            }),
             "items" => value.as_array().is_none_or(|items| {
                 let before = schema.get("prefixItems").map_or(0, |list| list.as_array().unwrap().len());
                 items.iter().skip(before).all(|item| is_valid(item, arg, root))
@@ -153,7 +159,7 @@ fn is_valid(value: &Value, schema: &Value, root: &Value) -> bool {
                     .filter(|(key, _)| known.is_none_or(|known| !known.contains_key(*key)))
                     .all(|(_, value)| is_valid(value, arg, root))
             }),
-            "$defs" | "title" | "description" => true,
+            "$schema" | "$defs" | "title" | "description" | "additionalItems" => true,
             other => panic!("{other}"),
         }
     })
@@ -182,6 +188,12 @@ fn schemas() -> Vec<Value> {
         json!({ "oneOf": [{ "$ref": "#/$defs/cat" }, { "$ref": "#/$defs/dog" }], "$defs": { "cat": cat, "dog": dog } }),
         json!({ "allOf": [{ "type": "object", "properties": { "a": { "type": "integer" } } }, { "required": ["a"] }] }),
         json!({ "type": "object", "properties": { "a": text }, "additionalProperties": { "type": "boolean" } }),
+        // Keywords that another draft does not have, and ones that belong together but stand apart.
+        json!({ "$schema": "http://json-schema.org/draft-04/schema#", "const": 3 }),
+        json!({ "$schema": "http://json-schema.org/draft-07/schema#", "type": "array", "prefixItems": [{ "const": 1 }], "items": false }),
+        json!({ "type": "array", "items": [{ "type": "boolean" }], "anyOf": [{ "minItems": 1 }], "additionalItems": { "const": 1 } }),
+        json!({ "type": "array", "prefixItems": [{ "const": 1 }], "additionalItems": true, "items": { "type": "null" } }),
+        json!({ "minimum": 1, "anyOf": [{ "type": "integer" }], "maximum": 12 }),
     ]
 }
 
@@ -264,6 +276,7 @@ fn what_cannot_be_enforced_is_named() {
     refused(json!({ "items": { "$ref": "#/$defs/none" } }), "$ref", "/items/$ref");
     refused(json!({ "const": 9_007_199_254_740_993_u64 }), "const", "/const");
     refused(json!({ "items": 3 }), "items", "/items");
+    refused(json!({ "items": [true], "prefixItems": [true] }), "prefixItems", "/prefixItems");
     refused(json!(3), "", "");
     refused(json!({ "properties": [] }), "properties", "/properties");
     // What only the parser knows.

@@ -301,7 +301,7 @@ impl Rules<'_> {
         let schema = schema::prepare(tool.parameters).map_err(|e| below(e, &tool.at))?;
         let empty = Map::new();
         let object = schema.as_object().unwrap_or(&empty);
-        let known = ["type", "properties", "required", "additionalProperties", "$defs", "definitions", "$schema"];
+        let known = ["type", "properties", "required", "additionalProperties", "$defs", "definitions"];
         if let Some(keyword) = object.keys().find(|keyword| !known.contains(&keyword.as_str())) {
             let problem = "it cannot be enforced where parameters are elements";
             return Err(error(keyword, &format!("{}/{keyword}", tool.at), problem));
@@ -342,7 +342,7 @@ impl Rules<'_> {
         if !Kinds::of(property, root).is_text() {
             let mut schema = property.clone();
             if let (Value::Object(schema), Value::Object(root)) = (&mut schema, root) {
-                for keyword in ["$schema", "$defs", "definitions"] {
+                for keyword in ["$defs", "definitions"] {
                     root.get(keyword).map(|value| schema.insert(keyword.to_owned(), value.clone()));
                 }
             }
