@@ -555,6 +555,13 @@ fn tools_that_cannot_be_enforced_are_named() {
 }
 
 #[test]
+fn what_no_text_satisfies_is_said() {
+    let grammar = GRAMMARS.json_schema(&json!({ "$ref": "#" })).unwrap();
+    let error = State::new(&grammar).mask().unwrap_err().to_string();
+    assert_eq!(error, "the answer cannot go on in its grammar: no token of the vocabulary can come next");
+}
+
+#[test]
 fn another_thread_makes_the_same_masks() {
     let grammar = GRAMMARS.json_schema(&schemas()[6]).unwrap();
     let (mut state, mut matcher) = (State::new(&grammar), grammar.matcher.deep_clone());
