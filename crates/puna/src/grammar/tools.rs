@@ -4,7 +4,7 @@ use super::MAX_TEXT;
 use super::schema::{self, error};
 use crate::error::Error;
 use puna_text::Tokenizer;
-use puna_text::reply::{CallStyle, Kinds, ReplyFormat};
+use puna_text::reply::{CallStyle, Kinds, ReplyFormat, Xml};
 use serde_json::{Map, Value, json};
 use std::fmt::Write;
 
@@ -106,8 +106,7 @@ impl<'a> ToolGrammar<'a> {
             CallStyle::Hermes => out.hermes(&tools)?,
             CallStyle::Llama3 => out.llama3(&tools)?,
             CallStyle::Mistral => out.mistral(&tools, self.is_single())?,
-            CallStyle::Qwen3Coder => out.elements(&tools, &CODER)?,
-            CallStyle::MiniMaxM2 => out.elements(&tools, &MINIMAX)?,
+            CallStyle::Qwen3Coder | CallStyle::MiniMaxM2 => out.elements(&tools, self.format.calls)?,
         };
         out.start(self, &shape);
         if out.text.len() > MAX_LEN {
@@ -246,8 +245,13 @@ impl Rules<'_> {
         Ok(format!("({})", names.join(" | ")))
     }
 
+    fn tags(&self, style: CallStyle) -> (Mark, Mark) {
+        let (open, close) = style.tags().expect("these styles have tags");
+        (Mark::new(open, self.tokenizer), Mark::new(close, self.tokenizer))
+    }
+
     fn hermes(&mut self, tools: &[Tool]) -> Result<Shape, Error> {
-        let (open, close) = (Mark::new("<tool_call>", self.tokenizer), Mark::new("</tool_call>", self.tokenizer));
+        let (open, close) = self.tags(CallStyle::Hermes);
         let object = self.objects(tools, "arguments", OBJECT_END)?;
         self.rule("call", &format!("SPACE? {object} SPACE? {}", close.lark()));
         let next = Some(format!("{} call", open.lark()));
@@ -282,13 +286,14 @@ impl Rules<'_> {
         Ok(Shape { open, bare: None, first: "call".into(), next: None })
     }
 
-    fn elements(&mut self, tools: &[Tool], style: &Elements) -> Result<Shape, Error> {
-        let (open, close) = (Mark::new(style.open, self.tokenizer), Mark::new(style.close, self.tokenizer));
+    fn elements(&mut self, tools: &[Tool], style: CallStyle) -> Result<Shape, Error> {
+        let (open, close) = self.tags(style);
+        let xml = style.elements().expect("these styles have elements");
         let mut names = Vec::new();
         for (i, tool) in tools.iter().enumerate() {
-            let parameters = self.element_parameters(i, tool, style)?;
-            let head = quoted(&format!("{}{}{}\n", style.function, tool.name, style.name_end));
-            self.rule(&format!("function_{i}"), &format!("{head} {parameters} {}", quoted(style.end)));
+            let parameters = self.element_parameters(i, tool, xml)?;
+            let head = quoted(&format!("{}{}{}\n", xml.function, tool.name, xml.name_end));
+            self.rule(&format!("function_{i}"), &format!("{head} {parameters} {}", quoted(xml.end)));
             names.push(format!("function_{i}"));
         }
         self.rule("function", &names.join(" | "));
@@ -297,7 +302,7 @@ impl Rules<'_> {
         Ok(Shape { open, bare: None, first: "call".into(), next })
     }
 
-    fn element_parameters(&mut self, index: usize, tool: &Tool, style: &Elements) -> Result<String, Error> {
+    fn element_parameters(&mut self, index: usize, tool: &Tool, xml: &Xml) -> Result<String, Error> {
         let schema = schema::prepare(tool.parameters).map_err(|e| below(e, &tool.at))?;
         let empty = Map::new();
         let object = schema.as_object().unwrap_or(&empty);
@@ -320,8 +325,8 @@ impl Rules<'_> {
                 return Err(error(name, &at, "this name cannot be written as an element"));
             }
             let rule = format!("parameter_{index}_{i}");
-            let value = self.element_value(&rule, property, &schema, &at, style)?;
-            let head = quoted(&format!("{}{name}{}", style.parameter, style.parameter_end));
+            let value = self.element_value(&rule, property, &schema, &at, xml)?;
+            let head = quoted(&format!("{}{name}{}", xml.parameter, xml.parameter_end));
             self.rule(&rule, &format!("{head} {value} \"\\n\""));
             let _ = write!(all, "{rule}{} ", if required.contains(&name.as_str()) { "" } else { "?" });
         }
@@ -335,10 +340,10 @@ impl Rules<'_> {
         property: &Value,
         root: &Value,
         at: &str,
-        style: &Elements,
+        xml: &Xml,
     ) -> Result<String, Error> {
-        let line = if style.has_newlines { "\n" } else { "" };
-        let close = format!("{line}{VALUE_END}");
+        let line = if xml.has_newlines { "\n" } else { "" };
+        let close = format!("{line}{}", xml.value_end);
         if !Kinds::of(property, root).is_text() {
             let mut schema = property.clone();
             if let (Value::Object(schema), Value::Object(root)) = (&mut schema, root) {
@@ -363,12 +368,12 @@ impl Rules<'_> {
         });
         let Some(values) = values else {
             // The text ends at the first mark.
-            self.rule(&format!("{rule}_text[lazy]"), &format!("TEXT {}", quoted(VALUE_END)));
+            self.rule(&format!("{rule}_text[lazy]"), &format!("TEXT {}", quoted(xml.value_end)));
             return Ok(format!("{} {rule}_text", quoted(line)));
         };
         let mut texts = Vec::new();
         for value in values.into_iter().filter_map(Value::as_str) {
-            if value.contains(VALUE_END) {
+            if value.contains(xml.value_end) {
                 return Err(error("enum", &format!("{at}/enum"), "a value holds the mark that ends it"));
             }
             texts.push(quoted(&format!("{line}{value}{close}")));
@@ -376,42 +381,6 @@ impl Rules<'_> {
         Ok(format!("({})", texts.join(" | ")))
     }
 }
-
-/// How calls are written as elements.
-struct Elements {
-    open: &'static str,
-    close: &'static str,
-    function: &'static str,
-    name_end: &'static str,
-    parameter: &'static str,
-    parameter_end: &'static str,
-    end: &'static str,
-    has_newlines: bool,
-}
-
-const VALUE_END: &str = "</parameter>";
-
-const CODER: Elements = Elements {
-    open: "<tool_call>",
-    close: "</tool_call>",
-    function: "<function=",
-    name_end: ">",
-    parameter: "<parameter=",
-    parameter_end: ">",
-    end: "</function>",
-    has_newlines: true,
-};
-
-const MINIMAX: Elements = Elements {
-    open: "<minimax:tool_call>",
-    close: "</minimax:tool_call>",
-    function: "<invoke name=\"",
-    name_end: "\">",
-    parameter: "<parameter name=\"",
-    parameter_end: "\">",
-    end: "</invoke>",
-    has_newlines: false,
-};
 
 /// The schema of a tool's arguments, which are an object whatever it says.
 fn parameters(tool: &Tool) -> Result<Value, Error> {

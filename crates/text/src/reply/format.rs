@@ -110,6 +110,23 @@ impl CallStyle {
         }
     }
 
+    /// What begins calls and what ends them, where tags enclose them.
+    pub fn tags(self) -> Option<(&'static str, &'static str)> {
+        match (self, self.markers()) {
+            (CallStyle::Hermes | CallStyle::Qwen3Coder | CallStyle::MiniMaxM2, &[open, close]) => Some((open, close)),
+            _ => None,
+        }
+    }
+
+    /// The marks of calls that are elements.
+    pub fn elements(self) -> Option<&'static Xml> {
+        match self {
+            CallStyle::Qwen3Coder => Some(&CODER_ELEMENTS),
+            CallStyle::MiniMaxM2 => Some(&MINIMAX_ELEMENTS),
+            _ => None,
+        }
+    }
+
     pub(super) fn syntax(self) -> &'static Syntax {
         match self {
             CallStyle::None => &Syntax { at_start: &[], open: &[], after: &[], id_len: 0 },
@@ -197,7 +214,9 @@ static MISTRAL: Syntax = Syntax {
     id_len: 9,
 };
 
+const CODER_FUNCTION: &str = "<function=";
 static CODER_ELEMENTS: Xml = Xml {
+    function: CODER_FUNCTION,
     name_end: ">",
     parameter: "<parameter=",
     parameter_end: ">",
@@ -210,18 +229,20 @@ static QWEN3_CODER: Syntax = Syntax {
     at_start: &[],
     // Such models leave out the outer element at times.
     open: &[
-        ("<tool_call>", Then::Expect(&[("<function=", Then::Elements(&CODER_ELEMENTS))])),
-        ("<function=", Then::Elements(&CODER_ELEMENTS)),
+        ("<tool_call>", Then::Expect(&[(CODER_FUNCTION, Then::Elements(&CODER_ELEMENTS))])),
+        (CODER_FUNCTION, Then::Elements(&CODER_ELEMENTS)),
     ],
     after: &[
         ("</tool_call>", Then::Closed),
-        ("<tool_call>", Then::Expect(&[("<function=", Then::Elements(&CODER_ELEMENTS))])),
-        ("<function=", Then::Elements(&CODER_ELEMENTS)),
+        ("<tool_call>", Then::Expect(&[(CODER_FUNCTION, Then::Elements(&CODER_ELEMENTS))])),
+        (CODER_FUNCTION, Then::Elements(&CODER_ELEMENTS)),
     ],
     id_len: ID,
 };
 
+const MINIMAX_FUNCTION: &str = "<invoke name=\"";
 static MINIMAX_ELEMENTS: Xml = Xml {
+    function: MINIMAX_FUNCTION,
     name_end: "\">",
     parameter: "<parameter name=\"",
     parameter_end: "\">",
@@ -232,11 +253,11 @@ static MINIMAX_ELEMENTS: Xml = Xml {
 
 static MINIMAX_M2: Syntax = Syntax {
     at_start: &[],
-    open: &[("<minimax:tool_call>", Then::Expect(&[("<invoke name=\"", Then::Elements(&MINIMAX_ELEMENTS))]))],
+    open: &[("<minimax:tool_call>", Then::Expect(&[(MINIMAX_FUNCTION, Then::Elements(&MINIMAX_ELEMENTS))]))],
     after: &[
         ("</minimax:tool_call>", Then::Closed),
-        ("<invoke name=\"", Then::Elements(&MINIMAX_ELEMENTS)),
-        ("<minimax:tool_call>", Then::Expect(&[("<invoke name=\"", Then::Elements(&MINIMAX_ELEMENTS))])),
+        (MINIMAX_FUNCTION, Then::Elements(&MINIMAX_ELEMENTS)),
+        ("<minimax:tool_call>", Then::Expect(&[(MINIMAX_FUNCTION, Then::Elements(&MINIMAX_ELEMENTS))])),
     ],
     id_len: ID,
 };
