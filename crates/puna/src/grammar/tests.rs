@@ -555,6 +555,22 @@ fn tools_that_cannot_be_enforced_are_named() {
 }
 
 #[test]
+fn grammars_go_between_threads() {
+    fn shared<T: Send + Sync>() {}
+    shared::<Grammars>();
+    shared::<Grammar>();
+    shared::<crate::Request>();
+    let compile = |i: u64| {
+        let value = json!({ "const": i });
+        move || walk(&GRAMMARS.json_schema(&value).unwrap(), i, "", &[])
+    };
+    let threads: Vec<_> = (0..4).map(|i| std::thread::spawn(compile(i))).collect();
+    for (i, thread) in threads.into_iter().enumerate() {
+        assert_eq!(thread.join().unwrap().unwrap().trim(), i.to_string());
+    }
+}
+
+#[test]
 fn what_no_text_satisfies_is_said() {
     let grammar = GRAMMARS.json_schema(&json!({ "$ref": "#" })).unwrap();
     let error = State::new(&grammar).mask().unwrap_err().to_string();
