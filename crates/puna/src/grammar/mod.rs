@@ -16,7 +16,7 @@ use llguidance::api::TopLevelGrammar;
 use llguidance::earley::SlicedBiasComputer;
 use llguidance::toktrie::{ApproximateTokEnv, INVALID_TOKEN, InferenceCapabilities, TokEnv, TokRxInfo, TokTrie};
 use llguidance::{Matcher, ParserFactory};
-use puna_text::Tokenizer;
+use puna_text::{ReplyFormat, Tokenizer};
 use serde_json::{Value, json};
 use std::sync::Arc;
 
@@ -107,6 +107,24 @@ impl Grammars {
                 other => other,
             }
         })
+    }
+
+    /// As [`Grammars::json_schema`], for answers of a model that may reason first, or is reasoning when the answer begins.
+    ///
+    /// # Errors
+    /// As [`Grammars::json_schema`].
+    pub fn json_reply(
+        self: &Arc<Grammars>,
+        schema: &Value,
+        format: &ReplyFormat,
+        in_reasoning: bool,
+    ) -> Result<Grammar, Error> {
+        let grammar = self.json_schema(schema)?;
+        if format.think.is_none() {
+            return Ok(grammar);
+        }
+        let source = tools::json_lark(&schema::prepare(schema)?, format, in_reasoning, &self.tokenizer);
+        self.compile("json_schema", TopLevelGrammar::from_lark(source))
     }
 
     /// A grammar in the parser's form of Lark.

@@ -1,6 +1,6 @@
 use super::*;
 use crate::grammar::State;
-use puna_text::reply::{CallStyle, REPLY_FORMATS, ReplyFormat};
+use puna_text::reply::{CallStyle, REPLY_FORMATS};
 use puna_text::{Delta, ReplyOptions, ReplyParser, TokenStream, VocabSpec};
 use rand_chacha::ChaCha12Rng;
 use rand_chacha::rand_core::{Rng, SeedableRng};
@@ -551,6 +551,27 @@ fn tools_that_cannot_be_enforced_are_named() {
         (leak(vec![fine[0].clone(); 129]), "hermes", ToolChoice::Auto),
     ] {
         assert!(matches!(fails(tools, format, choice), Error::Grammar { kind: "tools", .. }));
+    }
+}
+
+#[test]
+fn json_may_come_after_reasoning() {
+    let schema = json!({ "enum": ["a", 7, { "b": true }] });
+    for format in &REPLY_FORMATS {
+        for in_reasoning in [false, true] {
+            let grammar = GRAMMARS.json_reply(&schema, format, in_reasoning).unwrap();
+            let (open, close) = format.think.unwrap_or_default();
+            let thought = format!("{}so {{ é{close}\n\n", if in_reasoning { "" } else { open });
+            let mut beginnings = vec![String::new()];
+            beginnings.extend(format.think.map(|_| thought));
+            for beginning in beginnings {
+                let text = (0..9).find_map(|seed| walk(&grammar, seed, &beginning, &format.markers())).unwrap();
+                let in_reasoning = in_reasoning && format.think.is_some();
+                let (content, _) = parse(format, &[], in_reasoning, &text);
+                let value: Value = serde_json::from_str(&content).unwrap_or_else(|e| panic!("{text}: {content}: {e}"));
+                assert!(is_valid(&value, &schema, &schema), "{text}");
+            }
+        }
     }
 }
 

@@ -155,6 +155,15 @@ struct Shape {
     next: Option<String>,
 }
 
+/// The grammar of JSON that may come after reasoning. `schema`: one that can be enforced.
+pub(super) fn json_lark(schema: &Value, format: &ReplyFormat, in_reasoning: bool, tokenizer: &Tokenizer) -> String {
+    let mut rules = Rules { text: String::new(), tokenizer };
+    let (think, _) = rules.think(format, in_reasoning);
+    rules.rule("json", &format!("%json {}", super::spaced(schema)));
+    rules.rule("start", &format!("{think} SPACE? json"));
+    rules.text
+}
+
 /// The end of an object, in Lark.
 const OBJECT_END: &str = "\"}\"";
 
@@ -168,35 +177,34 @@ impl Rules<'_> {
         let _ = writeln!(self.text, "{name}: {body}");
     }
 
-    /// The rules of an answer: reasoning, text, calls.
-    fn start(&mut self, grammar: &ToolGrammar, shape: &Shape) {
-        let think = grammar
-            .format
-            .think
-            .map(|(open, close)| (Mark::new(open, self.tokenizer), Mark::new(close, self.tokenizer)));
+    /// The rule of reasoning, as an answer begins with it, and what text before a mark must not be, lest it be reasoning.
+    fn think(&mut self, format: &ReplyFormat, in_reasoning: bool) -> (&'static str, String) {
         self.rule("SPACE", r"/[ \n]{1,4}/");
         self.rule("TEXT", "/(?s:.*)/");
-        let mut no_think = String::new();
-        let think = match think {
-            None => "",
-            Some((_, Mark::Token(close))) if grammar.in_reasoning => {
+        let Some((open, close)) = format.think else { return ("", String::new()) };
+        match (Mark::new(open, self.tokenizer), Mark::new(close, self.tokenizer)) {
+            (_, Mark::Token(close)) if in_reasoning => {
                 self.rule("think", &format!("TEXT <[{close}]>"));
-                "think"
+                ("think", String::new())
             }
-            Some((_, Mark::Text(close))) if grammar.in_reasoning => {
+            (_, Mark::Text(close)) if in_reasoning => {
                 self.rule("think[lazy]", &format!("TEXT {}", quoted(close)));
-                "think"
+                ("think", String::new())
             }
-            Some((Mark::Text(open), Mark::Text(close))) => {
+            (Mark::Text(open), Mark::Text(close)) => {
                 self.rule("think[lazy]", &format!(r"/[ \n]*/ {} TEXT {}", quoted(open), quoted(close)));
-                no_think = format!(r" & ~/[ \n]*{}(?s:.*)/", escaped(open));
-                "think?"
+                ("think?", format!(r" & ~/[ \n]*{}(?s:.*)/", escaped(open)))
             }
-            Some((open, close)) => {
+            (open, close) => {
                 self.rule("think", &format!("{} TEXT {}", open.lark(), close.lark()));
-                "think?"
+                ("think?", String::new())
             }
-        };
+        }
+    }
+
+    /// The rules of an answer: reasoning, text, calls.
+    fn start(&mut self, grammar: &ToolGrammar, shape: &Shape) {
+        let (think, no_think) = self.think(grammar.format, grammar.in_reasoning);
         let more = match &shape.next {
             Some(next) if !grammar.is_single() => format!("(SPACE? {next})*"),
             _ => String::new(),
