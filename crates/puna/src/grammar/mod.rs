@@ -1,7 +1,7 @@
 //! Answers that follow a grammar: JSON of a schema, Lark, a regular expression, or calls of tools.
 //!
 //! The parser is `llguidance`'s. Here is what makes it strict: schemas with keywords that it would pass over are refused
-//! ([`schema`]), sizes and work are bounded, and a mask that cannot be made ends the answer. The mask of the next token
+//! (`schema.rs`), sizes and work are bounded, and a mask that cannot be made ends the answer. The mask of the next token
 //! depends on tokens that are known, so a thread of its own makes it while the model computes.
 
 mod schema;
