@@ -1,7 +1,7 @@
 //! Answers that follow a grammar: JSON of a schema, Lark, a regular expression, or calls of tools.
 //!
 //! The parser is `llguidance`'s. Here is what makes it strict: schemas with keywords that it would pass over are refused
-//! ([`schema`]), sizes and work are bounded, and a mask that cannot be made ends the answer. The mask of the next token
+//! (`schema.rs`), sizes and work are bounded, and a mask that cannot be made ends the answer. The mask of the next token
 //! depends on tokens that are known, so a thread of its own makes it while the model computes.
 
 mod schema;
@@ -16,7 +16,7 @@ use llguidance::api::TopLevelGrammar;
 use llguidance::earley::SlicedBiasComputer;
 use llguidance::toktrie::{ApproximateTokEnv, INVALID_TOKEN, InferenceCapabilities, TokEnv, TokRxInfo, TokTrie};
 use llguidance::{Matcher, ParserFactory};
-use puna_text::Tokenizer;
+use puna_text::{ReplyFormat, Tokenizer};
 use serde_json::{Value, json};
 use std::sync::Arc;
 
@@ -107,6 +107,24 @@ impl Grammars {
                 other => other,
             }
         })
+    }
+
+    /// As [`Grammars::json_schema`], for answers of a model that may reason first, or is reasoning when the answer begins.
+    ///
+    /// # Errors
+    /// As [`Grammars::json_schema`].
+    pub fn json_reply(
+        self: &Arc<Grammars>,
+        schema: &Value,
+        format: &ReplyFormat,
+        in_reasoning: bool,
+    ) -> Result<Grammar, Error> {
+        let grammar = self.json_schema(schema)?;
+        if format.think.is_none() {
+            return Ok(grammar);
+        }
+        let source = tools::json_lark(&schema::prepare(schema)?, format, in_reasoning, &self.tokenizer);
+        self.compile("json_schema", TopLevelGrammar::from_lark(source))
     }
 
     /// A grammar in the parser's form of Lark.

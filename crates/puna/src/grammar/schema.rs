@@ -62,7 +62,9 @@ const ENFORCED: [(&str, Holds); 29] = [
 ];
 
 /// Keywords that say nothing about which values are valid. `nullable` only ever allows more.
-const ANNOTATIONS: [&str; 18] = [
+/// Drafts differ in keywords that are enforced wherever they stand, or refused.
+const ANNOTATIONS: [&str; 19] = [
+    "$schema",
     "title",
     "description",
     "default",
@@ -138,6 +140,9 @@ impl Walk<'_> {
             }
         }
         self.depth -= 1;
+        // The parser takes what stands between these apart, and loses what belongs together.
+        let (last, mut out): (Map<_, _>, Map<_, _>) = out.into_iter().partition(|(keyword, _)| is_applicator(keyword));
+        out.extend(last);
         Ok(Value::Object(out))
     }
 
@@ -157,6 +162,10 @@ impl Walk<'_> {
             ("pattern" | "patternProperties", _) if self.patterns > MAX_TEXT => {
                 return at(&format!("the expressions of the schema have more than {MAX_TEXT} bytes"));
             }
+            ("additionalItems", _) if !object.get("items").is_some_and(Value::is_array) => return Ok(None),
+            ("prefixItems", _) if object.get("items").is_some_and(Value::is_array) => {
+                return at("it cannot stand beside a list of items");
+            }
             ("format", _) if value.as_str().is_some_and(|name| !FORMATS.contains(&name)) => return Ok(None),
             ("$ref", _) => self.reference(value, path)?,
             ("oneOf", _) if self.are_disjoint(value) => {
@@ -168,8 +177,6 @@ impl Walk<'_> {
                 self.values(value, path)?;
                 value.clone()
             }
-            ("$schema", _) if path.len() == 1 => value.clone(),
-            ("$schema", _) => return at("it can only be at the root"),
             ("$id", _) if path.len() > 1 && has_references(object) => {
                 return at("references below another identifier are not supported");
             }
@@ -298,6 +305,11 @@ impl Walk<'_> {
     }
 }
 
+/// Whether a keyword adds to what the others of its schema say.
+fn is_applicator(keyword: &str) -> bool {
+    matches!(keyword, "const" | "enum" | "allOf" | "anyOf" | "oneOf" | "$ref")
+}
+
 /// Bytes of the regular expressions that a keyword holds.
 fn patterns_of(keyword: &str, value: &Value) -> usize {
     match (keyword, value) {
@@ -406,7 +418,7 @@ fn is_definitions(keyword: &str) -> bool {
 fn with_definitions(schema: &Value, root: &Value) -> Value {
     let mut schema = schema.clone();
     if let (Value::Object(schema), Value::Object(root)) = (&mut schema, root) {
-        for keyword in ["$schema", "$defs", "definitions"] {
+        for keyword in ["$defs", "definitions"] {
             if let Some(value) = root.get(keyword).filter(|_| !schema.contains_key(keyword)) {
                 schema.insert(keyword.to_owned(), value.clone());
             }

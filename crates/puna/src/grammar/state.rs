@@ -29,8 +29,17 @@ struct Made {
 impl Made {
     fn make(&mut self) {
         if self.mask.is_none() {
-            self.mask = Some(self.matcher.compute_mask_or_eos().map_err(|e| super::first_line(&e.to_string())));
+            self.mask = Some(self.matcher.compute_mask_or_eos().map_err(|e| said(&e.to_string())));
         }
+    }
+}
+
+/// What the parser says, as a sentence where it gives a name only.
+fn said(problem: &str) -> String {
+    match super::first_line(problem).as_str() {
+        "NoExtension" | "NoExtensionBias" => "no token of the vocabulary can come next".into(),
+        "LexerTooComplex" | "ParserTooComplex" => "it takes more work than is allowed".into(),
+        line => line.to_owned(),
     }
 }
 
@@ -112,7 +121,7 @@ impl State {
         let At::Here(mut made) = std::mem::replace(&mut self.at, At::Lost) else { return Ok(true) };
         made.mask = None;
         if let Err(e) = made.matcher.consume_token(token) {
-            return Err(Error::Constraint { problem: super::first_line(&e.to_string()) });
+            return Err(Error::Constraint { problem: said(&e.to_string()) });
         }
         let is_complete = made.matcher.is_stopped();
         if is_complete {

@@ -1,6 +1,6 @@
 use super::*;
 use crate::grammar::State;
-use puna_text::reply::{CallStyle, REPLY_FORMATS, ReplyFormat};
+use puna_text::reply::{CallStyle, REPLY_FORMATS};
 use puna_text::{Delta, ReplyOptions, ReplyParser, TokenStream, VocabSpec};
 use rand_chacha::ChaCha12Rng;
 use rand_chacha::rand_core::{Rng, SeedableRng};
@@ -130,9 +130,15 @@ fn is_valid(value: &Value, schema: &Value, root: &Value) -> bool {
             "maxLength" => len.is_none_or(|len| len <= n()),
             "minItems" => items.is_none_or(|len| len >= n()),
             "maxItems" => items.is_none_or(|len| len <= n()),
+            "maximum" => value.as_f64().is_none_or(|value| value <= n()),
             "minimum" => value.as_f64().is_none_or(|value| value >= n()),
             "exclusiveMaximum" => value.as_f64().is_none_or(|value| value < n()),
             "multipleOf" => value.as_f64().is_none_or(|value| value % n() == 0.0),
+            "items" if arg.is_array() => value.as_array().is_none_or(|items| {
+                let rest = schema.get("additionalItems").unwrap_or(&Value::Bool(true));
+                let one = |i: usize| arg.get(i).unwrap_or(rest);
+                items.iter().enumerate().all(|(i, item)| is_valid(item, one(i), root))
+            }),
             "items" => value.as_array().is_none_or(|items| {
                 let before = schema.get("prefixItems").map_or(0, |list| list.as_array().unwrap().len());
                 items.iter().skip(before).all(|item| is_valid(item, arg, root))
@@ -153,7 +159,7 @@ fn is_valid(value: &Value, schema: &Value, root: &Value) -> bool {
                     .filter(|(key, _)| known.is_none_or(|known| !known.contains_key(*key)))
                     .all(|(_, value)| is_valid(value, arg, root))
             }),
-            "$defs" | "title" | "description" => true,
+            "$schema" | "$defs" | "title" | "description" | "additionalItems" => true,
             other => panic!("{other}"),
         }
     })
@@ -182,6 +188,12 @@ fn schemas() -> Vec<Value> {
         json!({ "oneOf": [{ "$ref": "#/$defs/cat" }, { "$ref": "#/$defs/dog" }], "$defs": { "cat": cat, "dog": dog } }),
         json!({ "allOf": [{ "type": "object", "properties": { "a": { "type": "integer" } } }, { "required": ["a"] }] }),
         json!({ "type": "object", "properties": { "a": text }, "additionalProperties": { "type": "boolean" } }),
+        // Keywords that another draft does not have, and ones that belong together but stand apart.
+        json!({ "$schema": "http://json-schema.org/draft-04/schema#", "const": 3 }),
+        json!({ "$schema": "http://json-schema.org/draft-07/schema#", "type": "array", "prefixItems": [{ "const": 1 }], "items": false }),
+        json!({ "type": "array", "items": [{ "type": "boolean" }], "anyOf": [{ "minItems": 1 }], "additionalItems": { "const": 1 } }),
+        json!({ "type": "array", "prefixItems": [{ "const": 1 }], "additionalItems": true, "items": { "type": "null" } }),
+        json!({ "minimum": 1, "anyOf": [{ "type": "integer" }], "maximum": 12 }),
     ]
 }
 
@@ -264,6 +276,7 @@ fn what_cannot_be_enforced_is_named() {
     refused(json!({ "items": { "$ref": "#/$defs/none" } }), "$ref", "/items/$ref");
     refused(json!({ "const": 9_007_199_254_740_993_u64 }), "const", "/const");
     refused(json!({ "items": 3 }), "items", "/items");
+    refused(json!({ "items": [true], "prefixItems": [true] }), "prefixItems", "/prefixItems");
     refused(json!(3), "", "");
     refused(json!({ "properties": [] }), "properties", "/properties");
     // What only the parser knows.
@@ -539,6 +552,50 @@ fn tools_that_cannot_be_enforced_are_named() {
     ] {
         assert!(matches!(fails(tools, format, choice), Error::Grammar { kind: "tools", .. }));
     }
+}
+
+#[test]
+fn json_may_come_after_reasoning() {
+    let schema = json!({ "enum": ["a", 7, { "b": true }] });
+    for format in &REPLY_FORMATS {
+        for in_reasoning in [false, true] {
+            let grammar = GRAMMARS.json_reply(&schema, format, in_reasoning).unwrap();
+            let (open, close) = format.think.unwrap_or_default();
+            let thought = format!("{}so {{ é{close}\n\n", if in_reasoning { "" } else { open });
+            let mut beginnings = vec![String::new()];
+            beginnings.extend(format.think.map(|_| thought));
+            for beginning in beginnings {
+                let text = (0..9).find_map(|seed| walk(&grammar, seed, &beginning, &format.markers())).unwrap();
+                let in_reasoning = in_reasoning && format.think.is_some();
+                let (content, _) = parse(format, &[], in_reasoning, &text);
+                let value: Value = serde_json::from_str(&content).unwrap_or_else(|e| panic!("{text}: {content}: {e}"));
+                assert!(is_valid(&value, &schema, &schema), "{text}");
+            }
+        }
+    }
+}
+
+#[test]
+fn grammars_go_between_threads() {
+    fn shared<T: Send + Sync>() {}
+    shared::<Grammars>();
+    shared::<Grammar>();
+    shared::<crate::Request>();
+    let compile = |i: u64| {
+        let value = json!({ "const": i });
+        move || walk(&GRAMMARS.json_schema(&value).unwrap(), i, "", &[])
+    };
+    let threads: Vec<_> = (0..4).map(|i| std::thread::spawn(compile(i))).collect();
+    for (i, thread) in threads.into_iter().enumerate() {
+        assert_eq!(thread.join().unwrap().unwrap().trim(), i.to_string());
+    }
+}
+
+#[test]
+fn what_no_text_satisfies_is_said() {
+    let grammar = GRAMMARS.json_schema(&json!({ "$ref": "#" })).unwrap();
+    let error = State::new(&grammar).mask().unwrap_err().to_string();
+    assert_eq!(error, "the answer cannot go on in its grammar: no token of the vocabulary can come next");
 }
 
 #[test]

@@ -4,7 +4,7 @@ use super::MAX_TEXT;
 use super::schema::{self, error};
 use crate::error::Error;
 use puna_text::Tokenizer;
-use puna_text::reply::{CallStyle, Kinds, ReplyFormat};
+use puna_text::reply::{CallStyle, Kinds, ReplyFormat, Xml};
 use serde_json::{Map, Value, json};
 use std::fmt::Write;
 
@@ -106,8 +106,7 @@ impl<'a> ToolGrammar<'a> {
             CallStyle::Hermes => out.hermes(&tools)?,
             CallStyle::Llama3 => out.llama3(&tools)?,
             CallStyle::Mistral => out.mistral(&tools, self.is_single())?,
-            CallStyle::Qwen3Coder => out.elements(&tools, &CODER)?,
-            CallStyle::MiniMaxM2 => out.elements(&tools, &MINIMAX)?,
+            CallStyle::Qwen3Coder | CallStyle::MiniMaxM2 => out.elements(&tools, self.format.calls)?,
         };
         out.start(self, &shape);
         if out.text.len() > MAX_LEN {
@@ -156,6 +155,18 @@ struct Shape {
     next: Option<String>,
 }
 
+/// The grammar of JSON that may come after reasoning. `schema`: one that can be enforced.
+pub(super) fn json_lark(schema: &Value, format: &ReplyFormat, in_reasoning: bool, tokenizer: &Tokenizer) -> String {
+    let mut rules = Rules { text: String::new(), tokenizer };
+    let (think, _) = rules.think(format, in_reasoning);
+    rules.rule("json", &format!("%json {}", super::spaced(schema)));
+    rules.rule("start", &format!("{think} SPACE? json"));
+    rules.text
+}
+
+/// The end of an object, in Lark.
+const OBJECT_END: &str = "\"}\"";
+
 struct Rules<'t> {
     text: String,
     tokenizer: &'t Tokenizer,
@@ -166,35 +177,34 @@ impl Rules<'_> {
         let _ = writeln!(self.text, "{name}: {body}");
     }
 
-    /// The rules of an answer: reasoning, text, calls.
-    fn start(&mut self, grammar: &ToolGrammar, shape: &Shape) {
-        let think = grammar
-            .format
-            .think
-            .map(|(open, close)| (Mark::new(open, self.tokenizer), Mark::new(close, self.tokenizer)));
+    /// The rule of reasoning, as an answer begins with it, and what text before a mark must not be, lest it be reasoning.
+    fn think(&mut self, format: &ReplyFormat, in_reasoning: bool) -> (&'static str, String) {
         self.rule("SPACE", r"/[ \n]{1,4}/");
         self.rule("TEXT", "/(?s:.*)/");
-        let mut no_think = String::new();
-        let think = match think {
-            None => "",
-            Some((_, Mark::Token(close))) if grammar.in_reasoning => {
+        let Some((open, close)) = format.think else { return ("", String::new()) };
+        match (Mark::new(open, self.tokenizer), Mark::new(close, self.tokenizer)) {
+            (_, Mark::Token(close)) if in_reasoning => {
                 self.rule("think", &format!("TEXT <[{close}]>"));
-                "think"
+                ("think", String::new())
             }
-            Some((_, Mark::Text(close))) if grammar.in_reasoning => {
+            (_, Mark::Text(close)) if in_reasoning => {
                 self.rule("think[lazy]", &format!("TEXT {}", quoted(close)));
-                "think"
+                ("think", String::new())
             }
-            Some((Mark::Text(open), Mark::Text(close))) => {
+            (Mark::Text(open), Mark::Text(close)) => {
                 self.rule("think[lazy]", &format!(r"/[ \n]*/ {} TEXT {}", quoted(open), quoted(close)));
-                no_think = format!(r" & ~/[ \n]*{}(?s:.*)/", escaped(open));
-                "think?"
+                ("think?", format!(r" & ~/[ \n]*{}(?s:.*)/", escaped(open)))
             }
-            Some((open, close)) => {
+            (open, close) => {
                 self.rule("think", &format!("{} TEXT {}", open.lark(), close.lark()));
-                "think?"
+                ("think?", String::new())
             }
-        };
+        }
+    }
+
+    /// The rules of an answer: reasoning, text, calls.
+    fn start(&mut self, grammar: &ToolGrammar, shape: &Shape) {
+        let (think, no_think) = self.think(grammar.format, grammar.in_reasoning);
         let more = match &shape.next {
             Some(next) if !grammar.is_single() => format!("(SPACE? {next})*"),
             _ => String::new(),
@@ -231,28 +241,33 @@ impl Rules<'_> {
         }
     }
 
-    /// `prefix`, an object of each tool's arguments, `}`.
-    fn objects(&mut self, tools: &[Tool], key: &str) -> Result<String, Error> {
+    /// An object with a tool's name and its arguments, and `end`.
+    fn objects(&mut self, tools: &[Tool], key: &str, end: &str) -> Result<String, Error> {
         let mut names = Vec::new();
         for (i, tool) in tools.iter().enumerate() {
             let schema = parameters(tool)?;
             let head = format!("{{\"name\": {}, \"{key}\": ", quoted(tool.name));
-            self.rule(&format!("object_{i}"), &format!("{} %json {} \"}}\"", quoted(&head), super::spaced(&schema)));
+            self.rule(&format!("object_{i}"), &format!("{} %json {} {end}", quoted(&head), super::spaced(&schema)));
             names.push(format!("object_{i}"));
         }
         Ok(format!("({})", names.join(" | ")))
     }
 
+    fn tags(&self, style: CallStyle) -> (Mark, Mark) {
+        let (open, close) = style.tags().expect("these styles have tags");
+        (Mark::new(open, self.tokenizer), Mark::new(close, self.tokenizer))
+    }
+
     fn hermes(&mut self, tools: &[Tool]) -> Result<Shape, Error> {
-        let (open, close) = (Mark::new("<tool_call>", self.tokenizer), Mark::new("</tool_call>", self.tokenizer));
-        let object = self.objects(tools, "arguments")?;
+        let (open, close) = self.tags(CallStyle::Hermes);
+        let object = self.objects(tools, "arguments", OBJECT_END)?;
         self.rule("call", &format!("SPACE? {object} SPACE? {}", close.lark()));
         let next = Some(format!("{} call", open.lark()));
         Ok(Shape { open, bare: None, first: "call".into(), next })
     }
 
     fn llama3(&mut self, tools: &[Tool]) -> Result<Shape, Error> {
-        let object = self.objects(tools, "parameters")?;
+        let object = self.objects(tools, "parameters", OBJECT_END)?;
         self.rule("call", &object);
         let open = Mark::new("<|python_tag|>", self.tokenizer);
         Ok(Shape { open, bare: Some("{"), first: "call".into(), next: Some("\";\" SPACE? call".into()) })
@@ -272,19 +287,21 @@ impl Rules<'_> {
             let next = Some(format!("{} call", open.lark()));
             return Ok(Shape { open, bare: None, first: "call".into(), next });
         }
-        let object = self.objects(tools, "arguments")?;
+        self.rule("end", r#"(", \"id\": \"" /[a-zA-Z0-9]{9}/ "\"")? "}""#);
+        let object = self.objects(tools, "arguments", "end")?;
         let more = if is_single { String::new() } else { format!("(\",\" SPACE? {object})*") };
         self.rule("call", &format!("SPACE? \"[\" {object} {more} \"]\""));
         Ok(Shape { open, bare: None, first: "call".into(), next: None })
     }
 
-    fn elements(&mut self, tools: &[Tool], style: &Elements) -> Result<Shape, Error> {
-        let (open, close) = (Mark::new(style.open, self.tokenizer), Mark::new(style.close, self.tokenizer));
+    fn elements(&mut self, tools: &[Tool], style: CallStyle) -> Result<Shape, Error> {
+        let (open, close) = self.tags(style);
+        let xml = style.elements().expect("these styles have elements");
         let mut names = Vec::new();
         for (i, tool) in tools.iter().enumerate() {
-            let parameters = self.element_parameters(i, tool, style)?;
-            let head = quoted(&format!("{}{}{}\n", style.function, tool.name, style.name_end));
-            self.rule(&format!("function_{i}"), &format!("{head} {parameters} {}", quoted(style.end)));
+            let parameters = self.element_parameters(i, tool, xml)?;
+            let head = quoted(&format!("{}{}{}\n", xml.function, tool.name, xml.name_end));
+            self.rule(&format!("function_{i}"), &format!("{head} {parameters} {}", quoted(xml.end)));
             names.push(format!("function_{i}"));
         }
         self.rule("function", &names.join(" | "));
@@ -293,11 +310,11 @@ impl Rules<'_> {
         Ok(Shape { open, bare: None, first: "call".into(), next })
     }
 
-    fn element_parameters(&mut self, index: usize, tool: &Tool, style: &Elements) -> Result<String, Error> {
+    fn element_parameters(&mut self, index: usize, tool: &Tool, xml: &Xml) -> Result<String, Error> {
         let schema = schema::prepare(tool.parameters).map_err(|e| below(e, &tool.at))?;
         let empty = Map::new();
         let object = schema.as_object().unwrap_or(&empty);
-        let known = ["type", "properties", "required", "additionalProperties", "$defs", "definitions", "$schema"];
+        let known = ["type", "properties", "required", "additionalProperties", "$defs", "definitions"];
         if let Some(keyword) = object.keys().find(|keyword| !known.contains(&keyword.as_str())) {
             let problem = "it cannot be enforced where parameters are elements";
             return Err(error(keyword, &format!("{}/{keyword}", tool.at), problem));
@@ -316,8 +333,8 @@ impl Rules<'_> {
                 return Err(error(name, &at, "this name cannot be written as an element"));
             }
             let rule = format!("parameter_{index}_{i}");
-            let value = self.element_value(&rule, property, &schema, &at, style)?;
-            let head = quoted(&format!("{}{name}{}", style.parameter, style.parameter_end));
+            let value = self.element_value(&rule, property, &schema, &at, xml)?;
+            let head = quoted(&format!("{}{name}{}", xml.parameter, xml.parameter_end));
             self.rule(&rule, &format!("{head} {value} \"\\n\""));
             let _ = write!(all, "{rule}{} ", if required.contains(&name.as_str()) { "" } else { "?" });
         }
@@ -331,14 +348,14 @@ impl Rules<'_> {
         property: &Value,
         root: &Value,
         at: &str,
-        style: &Elements,
+        xml: &Xml,
     ) -> Result<String, Error> {
-        let line = if style.has_newlines { "\n" } else { "" };
-        let close = format!("{line}{VALUE_END}");
+        let line = if xml.has_newlines { "\n" } else { "" };
+        let close = format!("{line}{}", xml.value_end);
         if !Kinds::of(property, root).is_text() {
             let mut schema = property.clone();
             if let (Value::Object(schema), Value::Object(root)) = (&mut schema, root) {
-                for keyword in ["$schema", "$defs", "definitions"] {
+                for keyword in ["$defs", "definitions"] {
                     root.get(keyword).map(|value| schema.insert(keyword.to_owned(), value.clone()));
                 }
             }
@@ -359,12 +376,12 @@ impl Rules<'_> {
         });
         let Some(values) = values else {
             // The text ends at the first mark.
-            self.rule(&format!("{rule}_text[lazy]"), &format!("TEXT {}", quoted(VALUE_END)));
+            self.rule(&format!("{rule}_text[lazy]"), &format!("TEXT {}", quoted(xml.value_end)));
             return Ok(format!("{} {rule}_text", quoted(line)));
         };
         let mut texts = Vec::new();
         for value in values.into_iter().filter_map(Value::as_str) {
-            if value.contains(VALUE_END) {
+            if value.contains(xml.value_end) {
                 return Err(error("enum", &format!("{at}/enum"), "a value holds the mark that ends it"));
             }
             texts.push(quoted(&format!("{line}{value}{close}")));
@@ -372,42 +389,6 @@ impl Rules<'_> {
         Ok(format!("({})", texts.join(" | ")))
     }
 }
-
-/// How calls are written as elements.
-struct Elements {
-    open: &'static str,
-    close: &'static str,
-    function: &'static str,
-    name_end: &'static str,
-    parameter: &'static str,
-    parameter_end: &'static str,
-    end: &'static str,
-    has_newlines: bool,
-}
-
-const VALUE_END: &str = "</parameter>";
-
-const CODER: Elements = Elements {
-    open: "<tool_call>",
-    close: "</tool_call>",
-    function: "<function=",
-    name_end: ">",
-    parameter: "<parameter=",
-    parameter_end: ">",
-    end: "</function>",
-    has_newlines: true,
-};
-
-const MINIMAX: Elements = Elements {
-    open: "<minimax:tool_call>",
-    close: "</minimax:tool_call>",
-    function: "<invoke name=\"",
-    name_end: "\">",
-    parameter: "<parameter name=\"",
-    parameter_end: "\">",
-    end: "</invoke>",
-    has_newlines: false,
-};
 
 /// The schema of a tool's arguments, which are an object whatever it says.
 fn parameters(tool: &Tool) -> Result<Value, Error> {

@@ -611,3 +611,27 @@ fn a_last_token_of_any_probability_ends_the_draw() {
     assert_eq!(candidates.pick(1.0 - f64::EPSILON / 2.0), Some(1));
     assert_eq!(candidates.pick(1.0), Some(1));
 }
+
+proptest! {
+    #[test]
+    fn a_mask_is_minus_infinity(
+        row in prop::collection::vec(-9f32..9.0, 1..90), allowed in prop::collection::vec(any::<u32>(), 0..4), seed in 0u64..9,
+    ) {
+        let params = SamplingParams { seed: Some(seed), repeat_penalty: 1.3, ..SamplingParams::default() };
+        let is_allowed = |i: usize| allowed.get(i / 32).is_some_and(|word| word >> (i % 32) & 1 == 1);
+        let banned: Vec<f32> = row.iter().enumerate().map(|(i, &x)| if is_allowed(i) { x } else { -INF }).collect();
+        let sample = |row: &[f32], allowed: Option<&[u32]>| {
+            let mut sampler = Sampler::new(&params, row.len(), &[0]).unwrap();
+            sampler.accept(0);
+            sampler.sample_among(row, allowed, &mut Scratch::default())
+        };
+        match (sample(&row, Some(&allowed)), sample(&banned, None)) {
+            (Ok(token), expected) => prop_assert_eq!(Ok(token), expected),
+            (Err(error), expected) => {
+                let n = allowed.iter().map(|word| word.count_ones() as usize).sum();
+                prop_assert_eq!(error, SampleError::NothingAllowed { allowed: n });
+                prop_assert_eq!(expected, Err(SampleError::NothingLeft { vocab_size: row.len() }));
+            }
+        }
+    }
+}

@@ -70,6 +70,16 @@ impl ReplyFormat {
         REPLY_FORMATS.iter().find(|format| format.name == name)
     }
 
+    /// The format of answers to requests that offer tools: where the model has no way of its own to call them, it is
+    /// Hermes', which most models have seen.
+    pub fn with_calls(&'static self) -> &'static ReplyFormat {
+        let fits = |format: &&ReplyFormat| format.calls == CallStyle::Hermes && format.think == self.think;
+        match self.calls {
+            CallStyle::None => REPLY_FORMATS.iter().find(fits).unwrap_or(self),
+            _ => self,
+        }
+    }
+
     /// The names there are.
     pub fn names() -> impl Iterator<Item = &'static str> {
         let is_first = |i: usize| i == 0 || REPLY_FORMATS[i].name != REPLY_FORMATS[i - 1].name;
@@ -97,6 +107,23 @@ impl CallStyle {
             CallStyle::Llama3 => &["<|python_tag|>"],
             CallStyle::Mistral => &["[TOOL_CALLS]", "[CALL_ID]", "[ARGS]"],
             CallStyle::MiniMaxM2 => &["<minimax:tool_call>", "</minimax:tool_call>"],
+        }
+    }
+
+    /// What begins calls and what ends them, where tags enclose them.
+    pub fn tags(self) -> Option<(&'static str, &'static str)> {
+        match (self, self.markers()) {
+            (CallStyle::Hermes | CallStyle::Qwen3Coder | CallStyle::MiniMaxM2, &[open, close]) => Some((open, close)),
+            _ => None,
+        }
+    }
+
+    /// The marks of calls that are elements.
+    pub fn elements(self) -> Option<&'static Xml> {
+        match self {
+            CallStyle::Qwen3Coder => Some(&CODER_ELEMENTS),
+            CallStyle::MiniMaxM2 => Some(&MINIMAX_ELEMENTS),
+            _ => None,
         }
     }
 
@@ -151,15 +178,24 @@ pub(super) struct Syntax {
 const ID: usize = 24;
 const ANNOUNCED: Then = Then::Object { is_announced: true };
 
+const BARE: Then = Then::Object { is_announced: false };
+/// One call, or a list of them.
+const IN_TAGS: Follow = &[("{", ANNOUNCED), ("[", Then::Expect(&[("{", ANNOUNCED)]))];
+
 static HERMES: Syntax = Syntax {
     at_start: &[],
-    open: &[("<tool_call>", Then::Expect(&[("{", ANNOUNCED)]))],
-    after: &[("</tool_call>", Then::Closed), ("<tool_call>", Then::Expect(&[("{", ANNOUNCED)]))],
+    open: &[("<tool_call>", Then::Expect(IN_TAGS))],
+    after: &[
+        ("</tool_call>", Then::Closed),
+        ("<tool_call>", Then::Expect(IN_TAGS)),
+        ("{", BARE),
+        (",", Then::Separator),
+        ("]", Then::Separator),
+    ],
     id_len: ID,
 };
 
 const PYTHON: Follow = &[("{", ANNOUNCED), ("", Then::Builtin)];
-const BARE: Then = Then::Object { is_announced: false };
 
 static LLAMA3: Syntax = Syntax {
     at_start: &[("{", BARE)],
@@ -178,7 +214,9 @@ static MISTRAL: Syntax = Syntax {
     id_len: 9,
 };
 
+const CODER_FUNCTION: &str = "<function=";
 static CODER_ELEMENTS: Xml = Xml {
+    function: CODER_FUNCTION,
     name_end: ">",
     parameter: "<parameter=",
     parameter_end: ">",
@@ -191,18 +229,20 @@ static QWEN3_CODER: Syntax = Syntax {
     at_start: &[],
     // Such models leave out the outer element at times.
     open: &[
-        ("<tool_call>", Then::Expect(&[("<function=", Then::Elements(&CODER_ELEMENTS))])),
-        ("<function=", Then::Elements(&CODER_ELEMENTS)),
+        ("<tool_call>", Then::Expect(&[(CODER_FUNCTION, Then::Elements(&CODER_ELEMENTS))])),
+        (CODER_FUNCTION, Then::Elements(&CODER_ELEMENTS)),
     ],
     after: &[
         ("</tool_call>", Then::Closed),
-        ("<tool_call>", Then::Expect(&[("<function=", Then::Elements(&CODER_ELEMENTS))])),
-        ("<function=", Then::Elements(&CODER_ELEMENTS)),
+        ("<tool_call>", Then::Expect(&[(CODER_FUNCTION, Then::Elements(&CODER_ELEMENTS))])),
+        (CODER_FUNCTION, Then::Elements(&CODER_ELEMENTS)),
     ],
     id_len: ID,
 };
 
+const MINIMAX_FUNCTION: &str = "<invoke name=\"";
 static MINIMAX_ELEMENTS: Xml = Xml {
+    function: MINIMAX_FUNCTION,
     name_end: "\">",
     parameter: "<parameter name=\"",
     parameter_end: "\">",
@@ -213,11 +253,11 @@ static MINIMAX_ELEMENTS: Xml = Xml {
 
 static MINIMAX_M2: Syntax = Syntax {
     at_start: &[],
-    open: &[("<minimax:tool_call>", Then::Expect(&[("<invoke name=\"", Then::Elements(&MINIMAX_ELEMENTS))]))],
+    open: &[("<minimax:tool_call>", Then::Expect(&[(MINIMAX_FUNCTION, Then::Elements(&MINIMAX_ELEMENTS))]))],
     after: &[
         ("</minimax:tool_call>", Then::Closed),
-        ("<invoke name=\"", Then::Elements(&MINIMAX_ELEMENTS)),
-        ("<minimax:tool_call>", Then::Expect(&[("<invoke name=\"", Then::Elements(&MINIMAX_ELEMENTS))])),
+        (MINIMAX_FUNCTION, Then::Elements(&MINIMAX_ELEMENTS)),
+        ("<minimax:tool_call>", Then::Expect(&[(MINIMAX_FUNCTION, Then::Elements(&MINIMAX_ELEMENTS))])),
     ],
     id_len: ID,
 };

@@ -13,6 +13,7 @@ mod xml;
 
 pub use format::{CallStyle, REPLY_FORMATS, ReplyFormat};
 pub use tools::Kinds;
+pub use xml::Xml;
 
 use call::{Builtin, Call, Machine, Named, Next};
 use format::{Follow, Then};

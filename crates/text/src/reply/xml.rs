@@ -6,8 +6,10 @@ use super::json::escaped;
 use super::tools::{Kinds, to_json};
 
 /// The marks of such calls. Values stand between them as they are: nothing is escaped.
-#[derive(Debug)]
-pub(super) struct Xml {
+#[derive(Debug, Clone, Copy)]
+pub struct Xml {
+    /// Before the function's name.
+    pub function: &'static str,
     /// After the function's name.
     pub name_end: &'static str,
     /// Before a parameter's name.
