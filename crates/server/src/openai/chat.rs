@@ -200,7 +200,7 @@ impl ChatRequest {
             let param = if fields.get("grammar").is_some() { "grammar" } else { "response_format" };
             return Err(ApiError::invalid(param, what));
         }
-        if generation.constraint.is_some() {
+        if generation.constraint.as_ref().is_some_and(|constraint| !constraint.allows_reasoning()) {
             // What a template would begin with is no part of the grammar.
             talk.variables.entry("enable_thinking").or_insert(json!(false));
         }
@@ -217,7 +217,9 @@ impl ChatRequest {
         let mut request = self.generation.request(card, "messages", prompt)?;
         request.logprobs = self.logprobs;
         let tools = self.talk.tools.as_ref().and_then(Value::as_array).map_or(&[][..], Vec::as_slice);
-        let replies = Replies::new(card, tools, &ids, self.generation.constraint.is_some());
+        let constraint = self.generation.constraint.as_ref();
+        let replies = Replies::new(card, tools, &ids, constraint);
+        request.grammar = constraint.map(|constraint| constraint.compile_reply(card, &replies)).transpose()?;
         request.shown = replies.markers();
         if !tools.is_empty() {
             request.grammar = Some(replies.grammar(card, tools, &self.tool_choice, self.parallel)?);

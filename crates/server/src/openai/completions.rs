@@ -154,6 +154,7 @@ impl CompletionRequest {
 
     fn request(&self, card: &Card, param: &str, ids: Vec<u32>) -> Result<Request, ApiError> {
         let mut request = self.generation.request(card, param, ids)?;
+        request.grammar = self.generation.constraint.as_ref().map(|c| c.compile(card)).transpose()?;
         request.n = self.best_of;
         // Which answers are best is a matter of how likely they are.
         request.logprobs = self.logprobs.or((self.best_of > self.generation.n).then_some(0));

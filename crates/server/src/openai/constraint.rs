@@ -1,8 +1,10 @@
 //! What an answer must be: `response_format` and `grammar`.
 
+use crate::openai::reply::Replies;
 use crate::openai::{ApiError, Card, Fields};
-use puna::Grammar;
-use serde_json::Value;
+use puna::{Grammar, Grammars};
+use serde_json::{Value, json};
+use std::sync::Arc;
 
 /// What an answer must be.
 #[derive(Clone, Debug, PartialEq)]
@@ -31,18 +33,38 @@ impl Constraint {
         Ok(format.or(grammar))
     }
 
-    /// What keeps an answer to it.
+    /// Whether the answer may begin with reasoning all the same.
+    pub(crate) fn allows_reasoning(&self) -> bool {
+        matches!(self, Constraint::JsonObject | Constraint::JsonSchema(_))
+    }
+
+    /// What keeps a text to it.
     ///
     /// # Errors
     /// What cannot be enforced, by name.
-    pub fn compile(&self, card: &Card) -> Result<Grammar, ApiError> {
+    pub(crate) fn compile(&self, card: &Card) -> Result<Grammar, ApiError> {
+        self.compiled(card, |grammars, schema| grammars.json_schema(schema))
+    }
+
+    /// What keeps a model's answer to it, after whatever it reasons.
+    ///
+    /// # Errors
+    /// As [`Constraint::compile`].
+    pub(crate) fn compile_reply(&self, card: &Card, replies: &Replies) -> Result<Grammar, ApiError> {
+        self.compiled(card, |grammars, schema| grammars.json_reply(schema, replies.format, replies.in_reasoning))
+    }
+
+    fn compiled(
+        &self,
+        card: &Card,
+        json: impl FnOnce(&Arc<Grammars>, &Value) -> Result<Grammar, puna::Error>,
+    ) -> Result<Grammar, ApiError> {
+        let grammars = card.chat.grammars().map_err(|e| ApiError::of_engine("", &e))?;
         let (param, result) = match self {
-            Constraint::JsonObject => ("response_format", card.chat.grammars().and_then(|g| g.json_object())),
-            Constraint::JsonSchema(schema) => {
-                ("response_format.json_schema.schema", card.chat.grammars().and_then(|g| g.json_schema(schema)))
-            }
-            Constraint::Lark(source) => ("grammar", card.chat.grammars().and_then(|g| g.lark(source))),
-            Constraint::Regex(pattern) => ("grammar", card.chat.grammars().and_then(|g| g.regex(pattern))),
+            Constraint::JsonObject => ("response_format", json(grammars, &json!({ "type": "object" }))),
+            Constraint::JsonSchema(schema) => ("response_format.json_schema.schema", json(grammars, schema)),
+            Constraint::Lark(source) => ("grammar", grammars.lark(source)),
+            Constraint::Regex(pattern) => ("grammar", grammars.regex(pattern)),
         };
         result.map_err(|e| ApiError::of_engine(param, &e))
     }

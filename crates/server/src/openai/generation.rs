@@ -102,7 +102,6 @@ impl Generation {
         request.skip_special = self.skip_special;
         request.n = self.n;
         request.prompt_logprobs = self.prompt_logprobs;
-        request.grammar = self.constraint.as_ref().map(|constraint| constraint.compile(card)).transpose()?;
         Ok(request)
     }
 }

@@ -1,33 +1,28 @@
 //! How the answers of a model are taken apart.
 
 use crate::openai::chat::ToolChoice;
-use crate::openai::{ApiError, Card};
+use crate::openai::{ApiError, Card, Constraint};
 use puna::{Grammar, ToolGrammar};
-use puna_text::reply::CallStyle;
 use puna_text::{Delta, ReplyFormat, ReplyOptions, ReplyParser};
 use serde_json::{Value, json};
-
-/// How calls are written where a template knows of none: the form that most models have seen.
-const FALLBACK: &str = "hermes";
 
 /// What all answers to a request have in common.
 #[derive(Clone, Debug)]
 pub(crate) struct Replies {
-    format: &'static ReplyFormat,
+    pub format: &'static ReplyFormat,
     tools: Vec<Value>,
-    in_reasoning: bool,
+    pub in_reasoning: bool,
 }
 
 impl Replies {
-    /// For answers to a prompt. Without `tools` no calls are looked for. An answer that has a form of its own
-    /// (`is_constrained`) is all text.
-    pub fn new(card: &Card, tools: &[Value], prompt: &[u32], is_constrained: bool) -> Replies {
-        let by_name = |name| ReplyFormat::by_name(name).unwrap_or(ReplyFormat::of_template(""));
+    /// For answers to a prompt. Without `tools` no calls are looked for. An answer that follows a grammar of its own is
+    /// all text.
+    pub fn new(card: &Card, tools: &[Value], prompt: &[u32], constraint: Option<&Constraint>) -> Replies {
         let mut format = ReplyFormat::of_template(card.chat.template().unwrap_or_default());
-        if is_constrained {
-            format = by_name("plain");
-        } else if !tools.is_empty() && format.calls == CallStyle::None && format.think.is_none() {
-            format = by_name(FALLBACK);
+        if constraint.is_some_and(|constraint| !constraint.allows_reasoning()) {
+            format = ReplyFormat::of_template("");
+        } else if !tools.is_empty() {
+            format = format.with_calls();
         }
         // What a template opens is at the prompt's end.
         let tail = &prompt[prompt.len().saturating_sub(16)..];
