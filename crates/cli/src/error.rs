@@ -11,6 +11,9 @@ pub enum Error {
     /// The engine cannot do what was asked.
     #[error(transparent)]
     Engine(#[from] puna::Error),
+    /// The server does not start, or does not go on.
+    #[error(transparent)]
+    Server(#[from] puna_server::Error),
     /// A file that is no model could not be read or written.
     #[error("{}: {what}", path.display())]
     File {

@@ -13,6 +13,7 @@ mod options;
 mod perplexity;
 mod progress;
 mod run;
+mod serve;
 mod template;
 mod tokenize;
 
@@ -45,6 +46,8 @@ enum Command {
     Perplexity(perplexity::PerplexityArgs),
     /// Answer a prompt, or hold a conversation
     Run(run::RunArgs),
+    /// Serve models over HTTP, with OpenAI's interface
+    Serve(serve::ServeArgs),
     /// Show the prompt that a conversation becomes
     Template(template::TemplateArgs),
     /// Turn text into token ids
@@ -61,6 +64,7 @@ fn main() -> ExitCode {
         Command::Inspect(args) => inspect::run(&args),
         Command::Perplexity(args) => perplexity::run(&args),
         Command::Run(args) => run::run(&args),
+        Command::Serve(args) => serve::run(&args),
         Command::Template(args) => template::run(&args),
         Command::Tokenize(args) => tokenize::tokenize(&args),
     };

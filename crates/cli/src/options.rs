@@ -1,11 +1,14 @@
 //! Arguments that several commands share.
 
+use crate::error::Error;
+use crate::tokenize::read_text;
 use clap::Args;
 use puna::sampler::{LogitBias, PartialSampling};
-use puna::{EngineOptions, Isa, KvType, LoadOptions, Pool};
+use puna::{Engine, EngineOptions, Grammar, Isa, KvType, LoadOptions, Pool};
 use puna_kernels::DType;
 use puna_kernels::dtype::FORMATS;
 use std::collections::BTreeMap;
+use std::path::PathBuf;
 
 /// How a model is loaded. Nothing here but `--kv` and `--quantize` changes what it says.
 #[derive(Args, Clone, Debug)]
@@ -83,6 +86,32 @@ impl RunOptions {
 pub fn print_notices(notices: &[String]) {
     for notice in notices {
         eprintln!("puna: {notice}");
+    }
+}
+
+/// What answers must be.
+#[derive(Args, Clone, Debug, Default)]
+pub struct GrammarOptions {
+    /// Answers are JSON that is valid under the JSON Schema in this file
+    #[arg(long, value_name = "FILE", conflicts_with = "grammar")]
+    json_schema: Option<PathBuf>,
+    /// Answers follow the Lark grammar in this file
+    #[arg(long, value_name = "FILE")]
+    grammar: Option<PathBuf>,
+}
+
+impl GrammarOptions {
+    /// The same for requests.
+    pub fn compile(&self, engine: &Engine) -> Result<Option<Grammar>, Error> {
+        let Some(path) = self.json_schema.as_ref().or(self.grammar.as_ref()) else { return Ok(None) };
+        let (text, grammars) = (read_text(Some(path))?, engine.grammars()?);
+        let grammar = if self.json_schema.is_some() {
+            let schema = serde_json::from_str(&text).map_err(|e| Error::file(path, e))?;
+            grammars.json_schema(&schema)
+        } else {
+            grammars.lark(&text)
+        };
+        grammar.map(Some).map_err(|e| Error::file(path, e))
     }
 }
 

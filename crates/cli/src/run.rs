@@ -2,11 +2,11 @@
 
 use crate::chat;
 use crate::error::Error;
-use crate::options::{RunOptions, SamplingOptions, print_notices};
+use crate::options::{GrammarOptions, RunOptions, SamplingOptions, print_notices};
 use crate::progress::{Progress, Unit};
 use crate::tokenize::read_text;
 use clap::Args;
-use puna::{Engine, Finish, ModelFiles, Request};
+use puna::{Engine, Finish, Grammar, ModelFiles, Request};
 use puna_text::EncodeOptions;
 use serde_json::{Value, json};
 use std::io::{IsTerminal, Write};
@@ -48,6 +48,8 @@ pub struct RunArgs {
     #[arg(long)]
     profile: bool,
     #[command(flatten)]
+    grammar: GrammarOptions,
+    #[command(flatten)]
     pub options: RunOptions,
     #[command(flatten)]
     pub sampling: SamplingOptions,
@@ -85,6 +87,7 @@ pub struct Session<'a> {
     pub engine: Engine,
     args: &'a RunArgs,
     template: Option<String>,
+    grammar: Option<Grammar>,
     loading: Duration,
     /// Set by Ctrl-C.
     interrupted: Arc<AtomicBool>,
@@ -102,7 +105,8 @@ impl<'a> Session<'a> {
         progress.finish();
         print_notices(engine.notices());
         let template = args.template.as_ref().map(|path| read_text(Some(path))).transpose()?;
-        Ok(Session { engine, args, template, loading: start.elapsed(), interrupted: Arc::default() })
+        let grammar = args.grammar.compile(&engine)?;
+        Ok(Session { engine, args, template, grammar, loading: start.elapsed(), interrupted: Arc::default() })
     }
 
     /// From here on Ctrl-C ends an answer; pressed again before it has ended, the program.
@@ -146,6 +150,7 @@ impl<'a> Session<'a> {
         let mut request = Request::new(prompt, sampling);
         request.max_tokens = self.args.max_tokens;
         request.stop.clone_from(&self.args.stop);
+        request.grammar.clone_from(&self.grammar);
         let total = request.prompt.len() as u64;
         let mut progress = Progress::new("reading the prompt", Unit::Tokens);
         let (mut text, mut ids) = (String::new(), Vec::new());

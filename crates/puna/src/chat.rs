@@ -4,8 +4,166 @@
 
 use crate::engine::Engine;
 use crate::error::Error;
-use puna_text::{AddBos, ChatInput, ChatTemplate, Tokenizer};
-use serde_json::{Value, json};
+use crate::grammar::Grammars;
+use puna_text::{AddBos, ChatInput, ChatTemplate, Segment, TextError, Tokenizer};
+use serde_json::{Map, Value, json};
+use std::path::{Path, PathBuf};
+use std::sync::{Arc, OnceLock};
+
+/// A model's tokenizer and chat template. A clone is cheap and can be used on another thread than the engine's.
+#[derive(Clone)]
+pub struct Chat(Arc<Inner>);
+
+struct Inner {
+    path: PathBuf,
+    tokenizer: Option<Arc<Tokenizer>>,
+    source: Option<String>,
+    /// Compiled when it is first used.
+    template: OnceLock<Result<ChatTemplate, TextError>>,
+    /// Made when they are first used.
+    grammars: OnceLock<Result<Arc<Grammars>, Error>>,
+}
+
+/// What a prompt ends with.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum ChatEnd {
+    /// The beginning of an answer.
+    #[default]
+    Answer,
+    /// The last message, closed.
+    Nothing,
+    /// The text of the last message, which the answer continues.
+    LastMessage,
+}
+
+/// A conversation that becomes a prompt.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct Conversation<'a> {
+    /// Objects with `role` and `content`; a content of null is empty, a list of text parts is joined.
+    pub messages: &'a [Value],
+    /// Tools on offer, a list as in OpenAI's interface.
+    pub tools: Option<&'a Value>,
+    /// In place of the model's own.
+    pub template: Option<&'a str>,
+    /// What the prompt ends with.
+    pub end: ChatEnd,
+    /// More variables of the template.
+    pub variables: Option<&'a Map<String, Value>>,
+}
+
+impl Chat {
+    pub(crate) fn new(path: PathBuf, tokenizer: Option<Arc<Tokenizer>>, source: Option<String>) -> Chat {
+        Chat(Arc::new(Inner { path, tokenizer, source, template: OnceLock::new(), grammars: OnceLock::new() }))
+    }
+
+    /// The model's file or folder.
+    pub fn path(&self) -> &Path {
+        &self.0.path
+    }
+
+    /// The tokenizer.
+    ///
+    /// # Errors
+    /// [`Error::NoTokenizer`].
+    pub fn tokenizer(&self) -> Result<&Arc<Tokenizer>, Error> {
+        self.0.tokenizer.as_ref().ok_or_else(|| Error::NoTokenizer { path: self.0.path.clone() })
+    }
+
+    /// The same with another template.
+    pub fn with_template(&self, source: String) -> Chat {
+        Chat::new(self.0.path.clone(), self.0.tokenizer.clone(), Some(source))
+    }
+
+    /// What compiles grammars for the model.
+    ///
+    /// # Errors
+    /// [`Error::NoTokenizer`]; as [`Grammars::new`].
+    pub fn grammars(&self) -> Result<&Arc<Grammars>, Error> {
+        let made = self.0.grammars.get_or_init(|| Grammars::new(self.tokenizer()?));
+        made.as_ref().map_err(Clone::clone)
+    }
+
+    /// The source of the model's chat template.
+    pub fn template(&self) -> Option<&str> {
+        self.0.source.as_deref()
+    }
+
+    /// The text of a conversation as the model expects it.
+    ///
+    /// # Errors
+    /// [`Error::Message`], [`Error::NoTemplate`], or what the template says is wrong.
+    pub fn render(&self, talk: &Conversation) -> Result<String, Error> {
+        let segments = self.segments(talk)?;
+        Ok(segments.into_iter().map(|segment| segment.text).collect())
+    }
+
+    /// Token ids of [`Chat::render`]: with exactly one token that begins a text, if the template or the model's files
+    /// want one.
+    ///
+    /// # Errors
+    /// As [`Chat::render`].
+    pub fn prompt(&self, talk: &Conversation) -> Result<Vec<u32>, Error> {
+        let (segments, tokenizer) = (self.segments(talk)?, self.tokenizer()?);
+        let ids = tokenizer.encode_segments(&segments, AddBos::No);
+        let mut ids = ids.map_err(|e| Error::text(&self.0.path, e))?;
+        match tokenizer.bos_id() {
+            Some(bos) if tokenizer.adds_bos() && ids.first() != Some(&bos) => ids.insert(0, bos),
+            _ => {}
+        }
+        Ok(ids)
+    }
+
+    /// The prompt, by who wrote its parts.
+    fn segments(&self, talk: &Conversation) -> Result<Vec<Segment>, Error> {
+        let tokenizer = self.tokenizer()?;
+        let template = self.compiled(talk.template)?;
+        let list = normalize(talk.messages)?;
+        let last = list.last().and_then(|message| message["content"].as_str()).unwrap_or("").to_owned();
+        let messages = Value::Array(list);
+        let text_of = |id: Option<u32>| id.map(|id| tokenizer.token_text(id));
+        let (bos, eos) = (text_of(tokenizer.bos_id()), text_of(tokenizer.eos_id()));
+        let input = ChatInput {
+            messages: Some(&messages),
+            tools: talk.tools,
+            add_generation_prompt: talk.end == ChatEnd::Answer,
+            bos_token: bos.as_deref(),
+            eos_token: eos.as_deref(),
+            variables: talk.variables,
+        };
+        let segments = template.render_segments(&input, tokenizer).map_err(|e| Error::text(&self.0.path, e))?;
+        if talk.end == ChatEnd::LastMessage {
+            let index = talk.messages.len().saturating_sub(1);
+            let what = "the template does not show its content as it is: it cannot be continued".to_owned();
+            return cut_after(segments, &last).ok_or(Error::Message { index, what });
+        }
+        Ok(segments)
+    }
+
+    fn compiled(&self, template: Option<&str>) -> Result<ChatTemplate, Error> {
+        let own = || match &self.0.source {
+            Some(source) => Ok(self.0.template.get_or_init(|| ChatTemplate::new(source)).clone()),
+            None => Err(Error::NoTemplate { path: self.0.path.clone() }),
+        };
+        let template = template.map_or_else(own, |source| Ok(ChatTemplate::new(source)))?;
+        template.map_err(|e| Error::text(&self.0.path, e))
+    }
+}
+
+/// Segments up to the end of where `text` stands last; a template may have trimmed it.
+fn cut_after(mut segments: Vec<Segment>, text: &str) -> Option<Vec<Segment>> {
+    let whole: String = segments.iter().map(|segment| segment.text.as_str()).collect();
+    let end = [text, text.trim_start(), text.trim_end(), text.trim()]
+        .into_iter()
+        .find_map(|text| whole.rfind(text).map(|at| at + text.len()))?;
+    let mut start = 0;
+    segments.retain_mut(|segment| {
+        let len = segment.text.len();
+        segment.text.truncate(end.saturating_sub(start).min(len));
+        start += len;
+        !segment.text.is_empty()
+    });
+    Some(segments)
+}
 
 impl Engine {
     /// The text of a conversation as the model expects it, ready for the answer. `messages`: objects with `role` and
@@ -14,7 +172,7 @@ impl Engine {
     /// # Errors
     /// [`Error::Message`], [`Error::NoTemplate`], or what the template says is wrong.
     pub fn render_chat(&self, messages: &[Value], template: Option<&str>) -> Result<String, Error> {
-        self.with_template(messages, template, |template, input, _| template.render(input))
+        self.chat().render(&Conversation { messages, template, ..Conversation::default() })
     }
 
     /// Token ids of [`Engine::render_chat`]: with exactly one token that begins a text, if the template or the model's
@@ -23,37 +181,7 @@ impl Engine {
     /// # Errors
     /// As [`Engine::render_chat`].
     pub fn chat_prompt(&self, messages: &[Value], template: Option<&str>) -> Result<Vec<u32>, Error> {
-        self.with_template(messages, template, |template, input, tokenizer| {
-            let segments = template.render_segments(input, tokenizer)?;
-            let mut ids = tokenizer.encode_segments(&segments, AddBos::No)?;
-            match tokenizer.bos_id() {
-                Some(bos) if tokenizer.adds_bos() && ids.first() != Some(&bos) => ids.insert(0, bos),
-                _ => {}
-            }
-            Ok(ids)
-        })
-    }
-
-    fn with_template<T>(
-        &self,
-        messages: &[Value],
-        template: Option<&str>,
-        f: impl FnOnce(&ChatTemplate, &ChatInput, &Tokenizer) -> Result<T, puna_text::TextError>,
-    ) -> Result<T, Error> {
-        let tokenizer = self.tokenizer()?;
-        let source = template.map_or_else(|| self.template(), Ok)?;
-        let messages = Value::Array(normalize(messages)?);
-        let text_of = |id: Option<u32>| id.map(|id| tokenizer.token_text(id));
-        let (bos, eos) = (text_of(tokenizer.bos_id()), text_of(tokenizer.eos_id()));
-        let input = ChatInput {
-            messages: Some(&messages),
-            add_generation_prompt: true,
-            bos_token: bos.as_deref(),
-            eos_token: eos.as_deref(),
-            ..ChatInput::default()
-        };
-        let result = ChatTemplate::new(source).and_then(|template| f(&template, &input, tokenizer));
-        result.map_err(|e| Error::text(self.path(), e))
+        self.chat().prompt(&Conversation { messages, template, ..Conversation::default() })
     }
 }
 
@@ -81,9 +209,22 @@ fn normalize(messages: &[Value]) -> Result<Vec<Value>, Error> {
             }
             _ => return Err(error("expected content that is a string, null, or a list of parts")),
         };
+        if let Some(calls) = message.get_mut("tool_calls").and_then(Value::as_array_mut) {
+            calls.iter_mut().for_each(open_arguments);
+        }
         Ok(message)
     };
     messages.iter().enumerate().map(normalize).collect()
+}
+
+/// Arguments of a tool call come as text that is JSON; templates expect what it says.
+fn open_arguments(call: &mut Value) {
+    if let Some(arguments) = call.pointer_mut("/function/arguments")
+        && let Some(text) = arguments.as_str()
+        && let Ok(value @ Value::Object(_)) = serde_json::from_str(text)
+    {
+        *arguments = value;
+    }
 }
 
 #[cfg(test)]

@@ -7,6 +7,7 @@ use crate::engine::Engine;
 use crate::error::Error;
 use crate::pooling::Pooling;
 use puna_model::{Batch, KvCache, Outputs, SeqId};
+use std::borrow::Cow;
 
 /// How texts become embeddings; `None` is what the model's files say.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -26,28 +27,48 @@ impl Engine {
     /// [`Engine::check_text`] refuses, before any is computed, or whose embedding is not finite; and when a batch cannot
     /// be computed.
     pub fn embed(&mut self, texts: &[Vec<u32>], options: &EmbedOptions) -> Result<Vec<Vec<f32>>, Error> {
+        let mut job = self.embedding(texts.into(), options)?;
+        while !self.advance(&mut job, self.chunk)? {}
+        Ok(job.into_embeddings())
+    }
+
+    /// Texts to be embedded part by part, beside sequences that generate: [`Engine::advance`] between steps.
+    ///
+    /// # Errors
+    /// As [`Engine::embed`].
+    pub fn embedding<'a>(&self, texts: Cow<'a, [Vec<u32>]>, options: &EmbedOptions) -> Result<Embedding<'a>, Error> {
         let (pooling, normalize) = self.resolve(options)?;
         for (index, text) in texts.iter().enumerate() {
             self.check_text(text).map_err(|e| of_text(index, e))?;
         }
-        let mut work = Work {
-            texts,
-            pooling,
-            normalize,
-            dim: self.config().dim,
-            running: Vec::new(),
-            next: 0,
-            embeddings: vec![Vec::new(); texts.len()],
-        };
+        let embeddings = vec![Vec::new(); texts.len()];
         // Texts leave nothing behind: they have a cache of their own, of the length of the longest at most.
-        let mut kv = self.model.kv_cache(self.kv.kind());
-        loop {
-            work.fill(&mut self.batch, &mut kv, self.chunk);
-            if self.batch.rows.is_empty() {
-                return Ok(work.embeddings);
-            }
-            let states = self.model.hidden(&self.batch, &mut kv)?;
-            work.pool(states, &mut kv)?;
+        let kv = self.model.kv_cache(self.kv.kind());
+        let dim = self.config().dim;
+        let work = Work { texts, pooling, normalize, dim, running: Vec::new(), next: 0, embeddings };
+        Ok(Embedding { work, kv })
+    }
+
+    /// Computes at most `rows` more rows of texts. Returns whether all embeddings are there.
+    ///
+    /// # Errors
+    /// As [`Engine::embed`]; the job cannot go on then.
+    pub fn advance(&mut self, job: &mut Embedding, rows: usize) -> Result<bool, Error> {
+        job.work.fill(&mut self.batch, &mut job.kv, rows.max(1));
+        if self.batch.rows.is_empty() {
+            return Ok(true);
+        }
+        let states = self.model.hidden(&self.batch, &mut job.kv)?;
+        job.work.pool(states, &mut job.kv)?;
+        Ok(job.work.is_done())
+    }
+
+    /// Rows that [`Engine::advance`] may compute before the next step, so that those who generate wait about as long
+    /// as for one step more; as many as pay where nobody generates.
+    pub fn spare_rows(&self) -> usize {
+        match self.running.iter().filter(|s| s.is_generating()).count() {
+            0 => self.chunk,
+            generating => self.pace.beside(generating, self.chunk),
         }
     }
 
@@ -95,9 +116,22 @@ impl Engine {
 /// Most texts of a batch: each takes a block of the cache in every layer, however short it is.
 const MAX_TEXTS: usize = 64;
 
+/// Texts that are being embedded.
+pub struct Embedding<'a> {
+    work: Work<'a>,
+    kv: KvCache,
+}
+
+impl Embedding<'_> {
+    /// The vectors, `[dim]` each, in the order of texts; empty where [`Engine::advance`] has not come to the end.
+    pub fn into_embeddings(self) -> Vec<Vec<f32>> {
+        self.work.embeddings
+    }
+}
+
 /// Texts on their way to embeddings, in order: at most one of them is ever computed in part.
 struct Work<'a> {
-    texts: &'a [Vec<u32>],
+    texts: Cow<'a, [Vec<u32>]>,
     pooling: Pooling,
     normalize: bool,
     dim: usize,
@@ -178,6 +212,10 @@ impl Work<'_> {
         self.running = rest;
         whole.iter().for_each(|text| kv.remove(text.seq));
         Ok(())
+    }
+
+    fn is_done(&self) -> bool {
+        self.running.is_empty() && self.next == self.texts.len()
     }
 
     fn is_whole(&self, text: &Text) -> bool {

@@ -3,8 +3,10 @@
 //! There is no prefill phase and no decode phase: each sequence has its rows and a number of computed ones, and a
 //! step computes what it can of what is missing (`scheduler.rs`). What a sequence says depends on its own request alone.
 
+use crate::chat::Chat;
 use crate::error::Error;
 use crate::files::ModelFiles;
+use crate::grammar::Grammars;
 use crate::pace::Pace;
 use crate::pooling::Declared;
 use crate::request::{Event, Finish, FinishReason, MAX_SAMPLES, Request, RequestId};
@@ -17,7 +19,7 @@ use puna_model::bind::Progress;
 use puna_model::{Batch, Chain, Config, KvCache, LoadOptions, Model};
 use puna_text::Tokenizer;
 use std::path::PathBuf;
-use std::sync::Arc;
+use std::sync::{Arc, OnceLock};
 use std::time::Instant;
 
 /// How an engine is set up. Only `kv` changes what it says.
@@ -75,6 +77,7 @@ pub struct Engine {
     pub(crate) model: Model,
     pub(crate) kv: KvCache,
     tokenizer: Option<Arc<Tokenizer>>,
+    grammars: OnceLock<Arc<Grammars>>,
     template: Option<String>,
     sampling: PartialSampling,
     path: PathBuf,
@@ -137,6 +140,7 @@ impl Engine {
             chunk: options.chunk.max(1),
             max_running: options.max_running.max(1),
             tokenizer: tokenizer.map(Arc::new),
+            grammars: OnceLock::new(),
             model,
             template,
             sampling,
@@ -168,6 +172,11 @@ impl Engine {
         &mut self.model
     }
 
+    /// Positions of a text that is embedded.
+    pub fn text_ctx(&self) -> usize {
+        self.text_ctx
+    }
+
     /// Positions of a sequence.
     pub fn ctx(&self) -> usize {
         self.ctx
@@ -186,8 +195,21 @@ impl Engine {
         self.tokenizer.as_ref().ok_or_else(|| Error::NoTokenizer { path: self.path.clone() })
     }
 
-    pub(crate) fn path(&self) -> &std::path::Path {
-        &self.path
+    /// What makes prompts, for use beside the engine.
+    pub fn chat(&self) -> Chat {
+        Chat::new(self.path.clone(), self.tokenizer.clone(), self.template.clone())
+    }
+
+    /// What compiles grammars for this model. It can be used beside the engine, on other threads.
+    ///
+    /// # Errors
+    /// [`Error::NoTokenizer`]; as [`Grammars::new`].
+    pub fn grammars(&self) -> Result<&Arc<Grammars>, Error> {
+        if let Some(grammars) = self.grammars.get() {
+            return Ok(grammars);
+        }
+        let grammars = Grammars::new(self.tokenizer()?)?;
+        Ok(self.grammars.get_or_init(|| grammars))
     }
 
     /// The source of the model's chat template.
@@ -203,6 +225,11 @@ impl Engine {
         PartialSampling::resolve(wishes, &self.sampling)
     }
 
+    /// What the model's files recommend of sampling.
+    pub fn sampling_defaults(&self) -> &PartialSampling {
+        &self.sampling
+    }
+
     /// How busy it is.
     pub fn status(&self) -> Status {
         Status {
@@ -212,6 +239,16 @@ impl Engine {
             kv_cached: self.kv.bytes_cached(),
             kv_limit: self.kv.limit(),
         }
+    }
+
+    /// Positions that are computed of a request's first answer; `None` while it waits.
+    pub fn computed(&self, id: RequestId) -> Option<usize> {
+        self.running.iter().find(|s| s.id == id).map(|s| s.computed)
+    }
+
+    /// Rows of the last step.
+    pub fn step_rows(&self) -> usize {
+        self.batch.rows.len()
     }
 
     /// Whether all counts of blocks agree: for tests.
@@ -243,6 +280,14 @@ impl Engine {
         }
         if !(1..=MAX_SAMPLES).contains(&request.n) {
             return Err(Error::Samples { n: request.n, most: MAX_SAMPLES });
+        }
+        if let Some(&id) = request.stop_token_ids.iter().find(|&&id| id as usize >= vocab) {
+            return Err(Error::TokenId { id, vocab });
+        }
+        if let Some(grammar) = &request.grammar
+            && !grammar.is_for(self.tokenizer()?)
+        {
+            return Err(Error::ForeignGrammar);
         }
         prompt.check(config)?;
         let chain = Chain::of(prompt, config, config.rope.is_long(prompt.len()));
@@ -297,7 +342,16 @@ impl Engine {
         for span in &self.batch.spans {
             let at = self.running.iter().position(|s| s.seq == span.seq).expect("spans are of running sequences");
             let sequence = &mut self.running[at];
-            sequence.computed += span.rows;
+            if let Err(e) = sequence.compute(span.rows, &mut rows, &mut self.scratch) {
+                let ended = std::mem::take(&mut sequence.siblings);
+                self.events.push(sequence.finish(FinishReason::Error(e.clone().into())));
+                self.events.extend(ended.into_iter().map(|mut s| s.finish(FinishReason::Error(e.clone().into()))));
+                // The logits of its last row are another's otherwise.
+                if sequence.missing() == 0 {
+                    rows.next();
+                }
+                continue;
+            }
             if sequence.missing() > 0 {
                 continue;
             }

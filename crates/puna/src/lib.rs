@@ -17,12 +17,13 @@
 
 #![forbid(unsafe_code)]
 
-mod chat;
+pub mod chat;
 pub mod convert;
 pub mod embed;
 pub mod engine;
 pub mod error;
 pub mod files;
+pub mod grammar;
 mod pace;
 pub mod pooling;
 pub mod request;
@@ -30,11 +31,13 @@ pub mod sampler;
 mod scheduler;
 mod sequence;
 
+pub use chat::{Chat, ChatEnd, Conversation};
 pub use convert::{Conversion, ConvertOptions};
-pub use embed::EmbedOptions;
+pub use embed::{EmbedOptions, Embedding};
 pub use engine::{Engine, EngineOptions, Status};
 pub use error::Error;
 pub use files::ModelFiles;
+pub use grammar::{Grammar, Grammars, ToolChoice, ToolGrammar};
 pub use pooling::{Declared, Pooling};
 pub use request::{Event, Finish, FinishReason, Logprobs, Request, RequestId, Stats};
 

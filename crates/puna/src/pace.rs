@@ -67,6 +67,12 @@ impl Pace {
         fit.min(grown).clamp(1, most.max(1))
     }
 
+    /// Rows of other work, at most `most`, that take about as long as a step that only generates.
+    pub fn beside(&self, generating: usize, most: usize) -> usize {
+        let row = self.row.median().or(self.row_alone.median());
+        row.map_or(generating, |row| (self.step() / row) as usize).clamp(1, most.max(1))
+    }
+
     /// What a step takes that only generates: not more than one that does both.
     fn step(&self) -> f64 {
         let step = self.generate.median().unwrap_or(0.0);

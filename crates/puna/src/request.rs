@@ -1,6 +1,7 @@
 //! What goes into the engine and what comes out.
 
 use crate::error::Error;
+use crate::grammar::Grammar;
 use crate::sampler::{SamplingParams, TokenLogprob};
 use puna_model::Prompt;
 use std::time::Duration;
@@ -18,8 +19,13 @@ pub struct Request {
     pub sampling: SamplingParams,
     /// Most tokens to generate; `None`: as many as the context holds.
     pub max_tokens: Option<usize>,
-    /// Texts that end the answer; they are not part of it.
+    /// Texts that end the answer; they are not part of it. As end tokens do, they count from
+    /// [`SamplingParams::min_tokens`] on.
     pub stop: Vec<String>,
+    /// Tokens that end the answer as an end token does, also where end tokens are banned.
+    pub stop_token_ids: Vec<u32>,
+    /// Whether control tokens give no text.
+    pub skip_special: bool,
     /// Who comes first where not all can run: the higher number, and then who came first.
     pub priority: i32,
     /// Answers wanted, 1 to [`MAX_SAMPLES`]. They share what is computed of the prompt; answer i is what the request
@@ -27,6 +33,15 @@ pub struct Request {
     pub n: usize,
     /// Whether events tell the log-probabilities of tokens, and of how many of the most likely others.
     pub logprobs: Option<usize>,
+    /// Whether the first event tells the log-probabilities of the prompt's tokens, and of how many of the most likely
+    /// others. Nothing of such a prompt is taken from the cache.
+    pub prompt_logprobs: Option<usize>,
+    /// What the answer must be: it ends where the grammar does, or is cut off by a limit. Stronger than all of
+    /// `sampling`.
+    pub grammar: Option<Grammar>,
+    /// Control tokens whose text is part of the answer's text, such as the markers of a
+    /// [`ReplyFormat`](puna_text::ReplyFormat::markers).
+    pub shown: Vec<String>,
 }
 
 /// Most answers of a request.
@@ -40,9 +55,14 @@ impl Request {
             sampling,
             max_tokens: None,
             stop: Vec::new(),
+            stop_token_ids: Vec::new(),
+            skip_special: true,
             priority: 0,
             n: 1,
             logprobs: None,
+            prompt_logprobs: None,
+            grammar: None,
+            shown: Vec::new(),
         }
     }
 }
@@ -60,6 +80,9 @@ pub struct Event {
     pub token: Option<u32>,
     /// How likely it was, if that was asked for.
     pub logprobs: Option<Logprobs>,
+    /// Where that was asked for, on the first event of the first answer: of each row of the prompt, `None` for the first
+    /// and for what is no token.
+    pub prompt_logprobs: Vec<Option<Logprobs>>,
     /// Text that is final now: whole characters, nothing of a stop string.
     pub text: String,
     /// Set on the answer's last event.

@@ -1,13 +1,15 @@
 //! One answer to a request on its way.
 
 use crate::error::Error;
+use crate::grammar::State;
 use crate::request::{Event, Finish, FinishReason, Logprobs, Request, RequestId, Stats};
 use crate::sampler::{LogSoftmax, SampleError, Sampler, SamplingParams, Scratch};
 use puna_model::rope::Rope;
-use puna_model::{Batch, Chain, Grown, KvCache, Prompt, SeqId};
-use puna_text::{StopMatcher, TokenStream, Tokenizer};
+use puna_model::{Batch, Chain, Grown, KvCache, Prompt, Row, SeqId};
+use puna_text::{StopMatcher, StopStep, TokenStream, Tokenizer};
 use std::cmp::Reverse;
 use std::collections::BTreeSet;
+use std::ops::Range;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
@@ -33,9 +35,14 @@ pub(crate) struct Sequence {
     /// Length at which it ends.
     pub limit: usize,
     sampler: Sampler,
+    grammar: Option<State>,
     logprobs: Option<usize>,
     eog: BTreeSet<u32>,
     ignore_eos: bool,
+    stop_ids: Vec<u32>,
+    min_tokens: usize,
+    /// Where the prompt's tokens are to be scored.
+    scores: Option<Scores>,
     stream: Option<TokenStream<Arc<Tokenizer>>>,
     stop: StopMatcher,
     times: Times,
@@ -52,6 +59,17 @@ struct Times {
     last_token: Instant,
 }
 
+/// Log-probabilities of a prompt's tokens.
+struct Scores {
+    /// How many of the most likely others are told.
+    top: usize,
+    /// Of the rows so far.
+    rows: Vec<Option<Logprobs>>,
+}
+
+/// Most numbers of a step's logits that score prompts, of one prompt.
+const MAX_SCORES: usize = 16 << 20;
+
 /// What all sequences of an engine have in common.
 pub(crate) struct Setting {
     pub vocab: usize,
@@ -63,11 +81,17 @@ impl Sequence {
     /// The answers to a request: one, which the others wait in. `chain`: what the prompt's rows are.
     pub fn new(id: RequestId, request: Request, chain: Chain, setting: &Setting) -> Result<Sequence, Error> {
         let eog = setting.tokenizer.as_ref().map(|t| t.eog_ids().clone()).unwrap_or_default();
-        let ids: Vec<u32> = eog.iter().copied().collect();
+        let banned = request.stop_token_ids.iter().filter(|_| !request.sampling.ignore_eos);
+        let ids: Vec<u32> = eog.iter().chain(banned).copied().collect();
         let mut sampler = Sampler::new(&request.sampling, setting.vocab, &ids)?;
         request.prompt.tokens().for_each(|id| sampler.accept_prompt(&[id]));
         let (prompt_len, delta) = (request.prompt.len(), request.prompt.position_delta());
         let now = Instant::now();
+        let skip_special = request.skip_special;
+        let stream = || {
+            let new = |t| TokenStream::continuing(t).skip_special(skip_special).show(&request.shown);
+            setting.tokenizer.clone().map(new)
+        };
         let mut first = Sequence {
             id,
             sample: 0,
@@ -82,10 +106,14 @@ impl Sequence {
             delta,
             limit: request.max_tokens.map_or(setting.ctx, |n| prompt_len.saturating_add(n).min(setting.ctx)),
             sampler,
+            grammar: request.grammar.as_ref().map(State::new),
             logprobs: request.logprobs,
             eog,
             ignore_eos: request.sampling.ignore_eos,
-            stream: setting.tokenizer.clone().map(|t| TokenStream::continuing(t).skip_special(true)),
+            stop_ids: request.stop_token_ids.clone(),
+            min_tokens: request.sampling.min_tokens as usize,
+            scores: request.prompt_logprobs.map(|top| Scores { top, rows: vec![None] }),
+            stream: stream(),
             stop: StopMatcher::new(&request.stop),
             times: Times { arrival: now, begin: None, first_token: None, last_token: now },
             cached: 0,
@@ -103,8 +131,11 @@ impl Sequence {
                 answer: Vec::new(),
                 chain: Chain::default(),
                 sampler,
+                grammar: request.grammar.as_ref().map(State::new),
                 eog: first.eog.clone(),
-                stream: setting.tokenizer.clone().map(|t| TokenStream::continuing(t).skip_special(true)),
+                stop_ids: first.stop_ids.clone(),
+                scores: None,
+                stream: stream(),
                 stop: StopMatcher::new(&request.stop),
                 ..first
             };
@@ -170,8 +201,22 @@ impl Sequence {
         }
     }
 
+    /// Whether rows of the prompt are still to be scored: all of them have to be computed.
+    pub fn scores_prompt(&self) -> bool {
+        self.scores.as_ref().is_some_and(|scores| scores.rows.len() < self.prompt.len())
+    }
+
+    /// Missing rows that one step may compute, of a vocabulary's size.
+    pub fn most_rows(&self, vocab: usize) -> usize {
+        let most = if self.scores_prompt() { (MAX_SCORES / vocab).max(1) } else { usize::MAX };
+        self.missing().min(most)
+    }
+
     /// Takes what is in the cache of the rows that are missing.
     pub fn adopt(&mut self, kv: &mut KvCache) {
+        if self.scores_prompt() {
+            return;
+        }
         let len = kv.adopt(self.seq, &self.chain, self.len());
         if self.answer.is_empty() {
             self.cached += len - self.computed;
@@ -189,10 +234,48 @@ impl Sequence {
     pub fn push(&self, batch: &mut Batch, rows: usize, dim: usize) {
         let end = self.computed + rows;
         let grown = Grown { prompt: &self.prompt, answer: &self.answer, delta: self.delta };
+        let first = batch.rows.len();
         batch.push_grown(self.seq, &grown, self.computed..end, dim);
+        let scored = self.scored(self.computed..end).map(|row| (first + row - self.computed) as u32);
+        batch.outputs.extend(scored);
         if end == self.len() {
             batch.outputs.push(batch.rows.len() as u32 - 1);
         }
+    }
+
+    /// Rows of a range whose logits score the row of the prompt after them.
+    fn scored(&self, range: Range<usize>) -> Range<usize> {
+        let Some(scores) = &self.scores else { return 0..0 };
+        // Row 0 has no score, so row i is scored by the logits of row i - 1.
+        let (start, end) = (range.start.max(scores.rows.len() - 1), range.end.min(self.prompt.len() - 1));
+        start..end.max(start)
+    }
+
+    /// Takes note of the step's last rows, whose logits come first in `logits`: scores of the prompt.
+    ///
+    /// # Errors
+    /// Logits that are not finite.
+    pub fn compute<'l>(
+        &mut self,
+        rows: usize,
+        logits: &mut impl Iterator<Item = &'l [f32]>,
+        scratch: &mut Scratch,
+    ) -> Result<(), SampleError> {
+        let scored = self.scored(self.computed..self.computed + rows);
+        self.computed += rows;
+        let Some(scores) = &mut self.scores else { return Ok(()) };
+        let mut result = Ok(());
+        for (row, logits) in scored.zip(logits) {
+            let score = match self.prompt.rows[row + 1] {
+                Row::Token(token) => self::logprobs(logits, token, scores.top, scratch).map(Some),
+                Row::Embed(_) => Ok(None),
+            };
+            scores.rows.push(score.unwrap_or_else(|e| {
+                result = Err(e);
+                None
+            }));
+        }
+        result
     }
 
     /// The siblings, with a place in the cache each: they go on from where this one is.
@@ -211,29 +294,36 @@ impl Sequence {
 
     /// Chooses the next token from the logits of the last one.
     pub fn sample(&mut self, logits: &[f32], scratch: &mut Scratch, now: Instant) -> Event {
+        let prompt_logprobs = self.scores.take().map(|scores| scores.rows).unwrap_or_default();
+        Event { prompt_logprobs, ..self.go_on(logits, scratch, now) }
+    }
+
+    fn go_on(&mut self, logits: &[f32], scratch: &mut Scratch, now: Instant) -> Event {
         if self.len() >= self.limit {
             return self.finish(FinishReason::Length);
         }
-        let chosen = self
-            .sampler
-            .sample(logits, scratch)
-            .and_then(|token| Ok((token, self.logprobs.map(|n| logprobs(logits, token, n, scratch)).transpose()?)));
-        let (token, logprobs) = match chosen {
+        let (token, logprobs) = match self.choose(logits, scratch) {
             Ok(chosen) => chosen,
-            Err(e) => return self.finish(FinishReason::Error(e.into())),
+            Err(e) => return self.finish(FinishReason::Error(e)),
         };
         self.times.first_token.get_or_insert(now);
         self.times.last_token = now;
         let position = (self.len() as i64 + self.delta) as u32;
         self.chain.push_token(token, [position; 3]);
         self.answer.push(token);
-        if self.eog.contains(&token) && !self.ignore_eos {
+        let ends = self.eog.contains(&token) && !self.ignore_eos;
+        if ends || (self.stop_ids.contains(&token) && self.answer.len() > self.min_tokens) {
             return Event { token: Some(token), logprobs, ..self.finish(FinishReason::Stop) };
         }
         self.sampler.accept(token);
+        let is_complete = match self.grammar.as_mut().map(|grammar| grammar.accept(token)).transpose() {
+            Ok(is_complete) => is_complete == Some(true),
+            Err(e) => return Event { token: Some(token), logprobs, ..self.finish(FinishReason::Error(e)) },
+        };
         let piece = self.stream.as_mut().and_then(|s| s.push(token)).unwrap_or_default();
-        let step = self.stop.push(&piece);
-        let event = if step.stopped.is_some() {
+        let counts = self.answer.len() > self.min_tokens;
+        let step = if counts { self.stop.push(&piece) } else { StopStep { text: piece, stopped: None } };
+        let event = if step.stopped.is_some() || is_complete {
             self.finish(FinishReason::Stop)
         } else if self.len() >= self.limit {
             self.finish(FinishReason::Length)
@@ -241,6 +331,14 @@ impl Sequence {
             self.progress()
         };
         Event { token: Some(token), logprobs, text: step.text + &event.text, ..event }
+    }
+
+    /// The next token, and how likely it was if that is asked for.
+    fn choose(&mut self, logits: &[f32], scratch: &mut Scratch) -> Result<(u32, Option<Logprobs>), Error> {
+        let allowed = self.grammar.as_mut().map(State::mask).transpose()?;
+        let token = self.sampler.sample_among(logits, allowed, scratch)?;
+        let logprobs = self.logprobs.map(|n| logprobs(logits, token, n, scratch)).transpose()?;
+        Ok((token, logprobs))
     }
 
     /// An event that says only how far it is.
@@ -251,6 +349,7 @@ impl Sequence {
             computed: self.computed,
             token: None,
             logprobs: None,
+            prompt_logprobs: Vec::new(),
             text: String::new(),
             finish: None,
         }

@@ -333,3 +333,36 @@ fn folders_say_how() {
     edit(&dir, "config.json", |json| json["auto_map"] = json!({"AutoModel": "modeling_qwen.Qwen2Model"}));
     assert!(how(&dir).unwrap_err().contains("modeling_qwen.Qwen2Model"));
 }
+
+#[test]
+fn part_by_part_beside_answers() {
+    let path = fixture("llama-gqa").join("model-f32.gguf");
+    let mut both = load(
+        &path,
+        &EngineOptions { chunk: 16, load: LoadOptions { threads: 1, ..LoadOptions::default() }, ..options(1, 16) },
+    );
+    let texts = ragged();
+    for pooling in Pooling::ALL {
+        let expected = both.embed(&texts, &pooled(pooling)).unwrap();
+        let wishes = PartialSampling { seed: Some(1), ignore_eos: Some(true), ..PartialSampling::default() };
+        let request = Request { max_tokens: Some(40), ..Request::new(text(9, 5), both.sampling(&wishes)) };
+        let mut alone = Vec::new();
+        both.generate(request.clone(), |event| {
+            alone.extend(event.token);
+            true
+        })
+        .unwrap();
+        for rows in [1, 5, 1000] {
+            let mut job = both.embedding((&texts[..]).into(), &pooled(pooling)).unwrap();
+            let (mut tokens, mut is_done) = (Vec::new(), false);
+            both.add(request.clone()).unwrap();
+            while !both.is_idle() || !is_done {
+                assert!(both.spare_rows() >= 1);
+                tokens.extend(both.step().unwrap().iter().filter_map(|event| event.token));
+                is_done = is_done || both.advance(&mut job, rows).unwrap();
+            }
+            assert_eq!(tokens, alone);
+            assert_eq!(bits(&job.into_embeddings()), bits(&expected));
+        }
+    }
+}

@@ -4,7 +4,8 @@
 //!   ([`HfFiles`]), with the exact ids of llama.cpp and `transformers`;
 //! - [`TokenStream`]: ids to text as they are generated, never splitting a character;
 //! - [`StopMatcher`]: stop strings in streamed text, wherever tokens cut it;
-//! - [`ChatTemplate`]: a conversation to a prompt, and which parts of it the conversation cannot forge.
+//! - [`ChatTemplate`]: a conversation to a prompt, and which parts of it the conversation cannot forge;
+//! - [`reply`]: an answer taken apart into reasoning, text and tool calls, as it comes.
 //!
 //! Nothing here knows models or file containers. All input is taken to be hostile: files are checked before they are
 //! used, and templates run within bounds of work, memory and depth. There is no panic on any input.
@@ -33,6 +34,7 @@ mod error;
 mod export;
 mod hf;
 mod pretokenize;
+pub mod reply;
 mod sentencepiece;
 mod spm;
 mod stop;
@@ -45,6 +47,7 @@ mod vocab;
 pub use error::TextError;
 pub use export::{ExportOptions, Vocab};
 pub use hf::HfFiles;
+pub use reply::{CallBegin, CallDelta, Delta, ReplyFormat, ReplyOptions, ReplyParser};
 pub use stop::{StopMatcher, StopStep};
 pub use stream::TokenStream;
 pub use template::{ChatInput, ChatTemplate};

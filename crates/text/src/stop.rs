@@ -12,14 +12,14 @@ pub struct StopMatcher {
 }
 
 #[derive(Debug, Clone)]
-struct Stop {
+pub(crate) struct Stop {
     /// Position among the strings given.
-    index: usize,
-    bytes: Vec<u8>,
+    pub(crate) index: usize,
+    pub(crate) bytes: Vec<u8>,
     /// `fallback[n]`: how much of the stop string is matched when the byte after the first `n` does not fit
     /// (Knuth, Morris, Pratt).
     fallback: Vec<usize>,
-    matched: usize,
+    pub(crate) matched: usize,
 }
 
 /// What [`StopMatcher::push`] found out.
@@ -80,7 +80,7 @@ impl StopMatcher {
 }
 
 impl Stop {
-    fn new(index: usize, bytes: &[u8]) -> Stop {
+    pub(crate) fn new(index: usize, bytes: &[u8]) -> Stop {
         let mut fallback = vec![0; bytes.len() + 1];
         let mut n = 0;
         for i in 1..bytes.len() {
@@ -93,8 +93,8 @@ impl Stop {
         Stop { index, bytes: bytes.to_vec(), fallback, matched: 0 }
     }
 
-    /// Whether `byte` completes the stop string.
-    fn step(&mut self, byte: u8) -> bool {
+    /// Whether `byte` completes the stop string; then nothing but a reset of `matched` may follow.
+    pub(crate) fn step(&mut self, byte: u8) -> bool {
         while self.matched > 0 && self.bytes[self.matched] != byte {
             self.matched = self.fallback[self.matched];
         }

@@ -10,6 +10,7 @@ use crate::tokenizer::Tokenizer;
 pub struct TokenStream<T: Deref<Target = Tokenizer>> {
     tokenizer: T,
     skip_special: bool,
+    shown: Vec<u32>,
     strip_spaces: usize,
     held: Vec<u8>,
 }
@@ -18,7 +19,7 @@ impl<T: Deref<Target = Tokenizer>> TokenStream<T> {
     /// A stream of a whole text: the space that encoding puts before a SentencePiece text is dropped.
     pub fn new(tokenizer: T) -> TokenStream<T> {
         let strip_spaces = tokenizer.strip_spaces;
-        TokenStream { tokenizer, skip_special: false, strip_spaces, held: Vec::new() }
+        TokenStream { tokenizer, skip_special: false, shown: Vec::new(), strip_spaces, held: Vec::new() }
     }
 
     /// A stream of ids that continue a text: a space at its start belongs to it.
@@ -32,9 +33,15 @@ impl<T: Deref<Target = Tokenizer>> TokenStream<T> {
         self
     }
 
+    /// Control tokens that give their text all the same, by what is written in the vocabulary; others are ignored.
+    pub fn show<S: AsRef<str>>(mut self, texts: &[S]) -> TokenStream<T> {
+        self.shown = texts.iter().filter_map(|text| self.tokenizer.token_to_id(text.as_ref())).collect();
+        self
+    }
+
     /// The text that `id` completes, if any.
     pub fn push(&mut self, id: u32) -> Option<String> {
-        if self.skip_special && self.tokenizer.is_control(id) {
+        if self.skip_special && self.tokenizer.is_control(id) && !self.shown.contains(&id) {
             return None;
         }
         let mut bytes = self.tokenizer.token_bytes(id);

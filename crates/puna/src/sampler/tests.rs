@@ -31,7 +31,7 @@ fn survivors(params: &SamplingParams, logits: &[f32]) -> Vec<u32> {
 /// The ids that the chain leaves, with their probabilities.
 fn left_by(sampler: &Sampler, logits: &[f32]) -> BTreeMap<u32, f64> {
     let mut scratch = Scratch::default();
-    let candidates = sampler.narrow(logits, &mut scratch).unwrap();
+    let candidates = sampler.narrow(logits, None, &mut scratch).unwrap();
     candidates.probabilities().collect()
 }
 
@@ -563,7 +563,7 @@ fn penalties_follow_the_window() {
     let logits_after = |params: &SamplingParams, history: &[u32]| {
         let mut sampler = sampler(params, row.len());
         sampler.accept_prompt(history);
-        sampler.adjust(&row, &mut Vec::new()).to_vec()
+        sampler.adjust(&row, None, &mut Vec::new()).to_vec()
     };
     // Token 0 has left the window.
     assert_eq!(logits_after(&params, &[0, 1, 3, 1]), [2.0, -4.0 - 1.0 - 0.25, 1.0, -0.5 - 0.25]);
@@ -610,4 +610,28 @@ fn a_last_token_of_any_probability_ends_the_draw() {
     assert_eq!(candidates.pick(0.5), Some(1));
     assert_eq!(candidates.pick(1.0 - f64::EPSILON / 2.0), Some(1));
     assert_eq!(candidates.pick(1.0), Some(1));
+}
+
+proptest! {
+    #[test]
+    fn a_mask_is_minus_infinity(
+        row in prop::collection::vec(-9f32..9.0, 1..90), allowed in prop::collection::vec(any::<u32>(), 0..4), seed in 0u64..9,
+    ) {
+        let params = SamplingParams { seed: Some(seed), repeat_penalty: 1.3, ..SamplingParams::default() };
+        let is_allowed = |i: usize| allowed.get(i / 32).is_some_and(|word| word >> (i % 32) & 1 == 1);
+        let banned: Vec<f32> = row.iter().enumerate().map(|(i, &x)| if is_allowed(i) { x } else { -INF }).collect();
+        let sample = |row: &[f32], allowed: Option<&[u32]>| {
+            let mut sampler = Sampler::new(&params, row.len(), &[0]).unwrap();
+            sampler.accept(0);
+            sampler.sample_among(row, allowed, &mut Scratch::default())
+        };
+        match (sample(&row, Some(&allowed)), sample(&banned, None)) {
+            (Ok(token), expected) => prop_assert_eq!(Ok(token), expected),
+            (Err(error), expected) => {
+                let n = allowed.iter().map(|word| word.count_ones() as usize).sum();
+                prop_assert_eq!(error, SampleError::NothingAllowed { allowed: n });
+                prop_assert_eq!(expected, Err(SampleError::NothingLeft { vocab_size: row.len() }));
+            }
+        }
+    }
 }

@@ -1,0 +1,189 @@
+//! What is where.
+
+use crate::answering::answer;
+use crate::app::App;
+use crate::http::{self, Guarded, RequestName, blocking, json};
+use crate::openai::chat::ChatRequest;
+use crate::openai::completions::CompletionRequest;
+use crate::openai::embeddings::EmbeddingRequest;
+use crate::openai::tokens::{DetokenizeRequest, TemplateRequest, TokenizeRequest};
+use crate::openai::{ApiError, Card, Kind};
+use axum::Router;
+use axum::body::Body;
+use axum::extract::{Path, State};
+use axum::http::{Extensions, StatusCode};
+use axum::response::Response;
+use axum::routing::{MethodRouter, get, post};
+use serde_json::{Value, json as object};
+use std::sync::Arc;
+
+type Shared = State<Arc<App>>;
+type Answer = Result<Response, ApiError>;
+
+/// All routes, as the OpenAPI document lists them.
+pub(crate) fn routes() -> Vec<(&'static str, MethodRouter<Arc<App>>)> {
+    vec![
+        ("/v1/chat/completions", post(chat)),
+        ("/v1/completions", post(completions)),
+        ("/v1/embeddings", post(embeddings)),
+        ("/v1/models", get(models)),
+        ("/v1/models/{id}", get(model)),
+        ("/tokenize", post(tokenize)),
+        ("/detokenize", post(detokenize)),
+        ("/apply-template", post(apply_template)),
+        ("/health", get(health)),
+        ("/metrics", get(metrics)),
+        ("/version", get(version)),
+        ("/slots", get(slots)),
+        ("/props", get(props)),
+        ("/openapi.json", get(openapi)),
+    ]
+}
+
+/// The service, but for what wraps all of it.
+pub(crate) fn router(app: Arc<App>) -> Router {
+    let router = routes().into_iter().fold(Router::new(), |router, (path, method)| router.route(path, method));
+    let router = router.merge(crate::page::routes());
+    router.fallback(nothing).method_not_allowed_fallback(no_method).with_state(app)
+}
+
+async fn nothing(request: axum::extract::Request) -> ApiError {
+    let path: String = request.uri().path().chars().take(200).collect();
+    ApiError::new(Kind::NotFound, format!("there is nothing at {} {path}", request.method())).code("unknown_url")
+}
+
+async fn no_method(request: axum::extract::Request) -> ApiError {
+    ApiError::new(Kind::Method, format!("{} is not allowed here", request.method())).code("method_not_allowed")
+}
+
+fn name(extensions: &Extensions) -> Arc<str> {
+    extensions.get::<RequestName>().map_or_else(|| "".into(), |name| name.0.clone())
+}
+
+async fn chat(State(app): Shared, extensions: Extensions, body: Body) -> Answer {
+    let body = app.read(body).await?;
+    let shared = app.clone();
+    let (model, job) = blocking(move || {
+        let request = ChatRequest::read(&body.json()?)?;
+        let (model, card) = shared.pick(request.model.as_deref())?;
+        Ok((model, request.job(&card)?))
+    })
+    .await?;
+    answer(&app, &model, name(&extensions), job).await
+}
+
+async fn completions(State(app): Shared, extensions: Extensions, body: Body) -> Answer {
+    let body = app.read(body).await?;
+    let shared = app.clone();
+    let (model, job) = blocking(move || {
+        let request = CompletionRequest::read(&body.json()?)?;
+        let (model, card) = shared.pick(request.model.as_deref())?;
+        Ok((model, request.job(&card)?))
+    })
+    .await?;
+    answer(&app, &model, name(&extensions), job).await
+}
+
+async fn embeddings(State(app): Shared, body: Body) -> Answer {
+    let body = app.read(body).await?;
+    let shared = app.clone();
+    let (model, card, request, texts) = blocking(move || {
+        let request = EmbeddingRequest::read(&body.json()?)?;
+        let (model, card) = shared.pick(request.model.as_deref())?;
+        let texts = request.texts(&card)?;
+        Ok((model, card, request, texts))
+    })
+    .await?;
+    let embedding = model.embed(texts.clone(), request.options());
+    let late = |_| ApiError::new(Kind::Timeout, "the answer took too long").code("request_timeout");
+    let embeddings = tokio::time::timeout(app.limits.request, embedding).await.map_err(late)??;
+    Ok(json(StatusCode::OK, &request.body(&card, &texts, embeddings)))
+}
+
+async fn models(State(app): Shared) -> Answer {
+    let cards = app.models.list.iter().filter_map(|model| model.card().ok());
+    let data: Vec<Value> = cards.map(|card| card.listed()).collect();
+    Ok(json(StatusCode::OK, &object!({ "object": "list", "data": data })))
+}
+
+async fn model(State(app): Shared, Path(id): Path<String>) -> Answer {
+    Ok(json(StatusCode::OK, &app.models.find(&id)?.card()?.listed()))
+}
+
+/// A request that needs no engine.
+async fn simple<R: 'static>(
+    app: Arc<App>,
+    body: Body,
+    read: fn(&Value) -> Result<R, ApiError>,
+    model: fn(&R) -> Option<&str>,
+    work: fn(&R, &Card) -> Result<Value, ApiError>,
+) -> Answer {
+    let body: Guarded = app.read(body).await?;
+    let value = blocking(move || {
+        let request = read(&body.json()?)?;
+        let (_, card) = app.pick(model(&request))?;
+        work(&request, &card)
+    })
+    .await?;
+    Ok(json(StatusCode::OK, &value))
+}
+
+async fn tokenize(State(app): Shared, body: Body) -> Answer {
+    simple(app, body, TokenizeRequest::read, |r| r.model.as_deref(), TokenizeRequest::body).await
+}
+
+async fn detokenize(State(app): Shared, body: Body) -> Answer {
+    simple(app, body, DetokenizeRequest::read, |r| r.model.as_deref(), DetokenizeRequest::body).await
+}
+
+async fn apply_template(State(app): Shared, body: Body) -> Answer {
+    simple(app, body, TemplateRequest::read, |r| r.model.as_deref(), TemplateRequest::body).await
+}
+
+async fn health(State(app): Shared) -> Answer {
+    app.health()?;
+    Ok(json(StatusCode::OK, &object!({ "status": "ok" })))
+}
+
+async fn metrics(State(app): Shared) -> Response {
+    http::text("text/plain; version=0.0.4; charset=utf-8", app.render_metrics())
+}
+
+async fn version() -> Response {
+    json(StatusCode::OK, &object!({ "version": env!("CARGO_PKG_VERSION") }))
+}
+
+async fn slots(State(app): Shared) -> Response {
+    json(StatusCode::OK, &app.slots().await)
+}
+
+async fn props(State(app): Shared) -> Response {
+    json(StatusCode::OK, &app.props())
+}
+
+async fn openapi() -> Response {
+    http::text("application/json", include_str!("openapi.json"))
+}
+
+#[cfg(test)]
+mod tests {
+    #![allow(clippy::unwrap_used)]
+
+    use super::*;
+
+    #[test]
+    fn the_document_lists_all_routes() {
+        let document: Value = serde_json::from_str(include_str!("openapi.json")).unwrap();
+        let mut listed: Vec<&String> = document["paths"].as_object().unwrap().keys().collect();
+        let mut all: Vec<String> = routes().into_iter().map(|(path, _)| path.to_owned()).collect();
+        listed.sort();
+        all.sort();
+        assert_eq!(listed, all.iter().collect::<Vec<_>>());
+        // Every reference stands for something.
+        for (at, _) in document.to_string().match_indices("#/components/schemas/") {
+            let text = document.to_string();
+            let name = text[at..].split('"').next().unwrap().rsplit('/').next().unwrap().to_owned();
+            assert!(document["components"]["schemas"][&name].is_object(), "{name}");
+        }
+    }
+}

@@ -1,0 +1,182 @@
+//! The server: listening, connections, and how it ends.
+
+use crate::app::App;
+use crate::error::Error;
+use crate::http::{authorize, panicked, watch};
+use crate::options::Options;
+use crate::routes::router;
+use axum::Router;
+use axum::http::{HeaderName, HeaderValue, Method, header};
+use axum::middleware::from_fn_with_state;
+use hyper::server::conn::http1;
+use hyper_util::rt::{TokioIo, TokioTimer};
+use hyper_util::server::graceful::GracefulShutdown;
+use hyper_util::service::TowerToHyperService;
+use std::net::SocketAddr;
+use std::sync::Arc;
+use std::time::Duration;
+use tokio::net::{TcpListener, TcpStream};
+use tokio::sync::{OwnedSemaphorePermit, Semaphore, mpsc};
+use tokio::time::timeout;
+use tokio_io_timeout::TimeoutStream;
+use tower_http::catch_panic::CatchPanicLayer;
+use tower_http::cors::{AllowOrigin, CorsLayer};
+
+/// A server that listens while its models are being loaded.
+pub struct Server {
+    listener: TcpListener,
+    address: SocketAddr,
+    app: Arc<App>,
+    router: Router,
+    failed: mpsc::Receiver<Error>,
+    connections: Arc<Semaphore>,
+}
+
+/// How long requests that are ended have to say so.
+const LAST_WORDS: Duration = Duration::from_secs(2);
+
+impl Server {
+    /// Listens, and starts to load models.
+    ///
+    /// # Errors
+    /// The address is taken; names of models or origins do not fit.
+    pub async fn bind(options: &Options) -> Result<Server, Error> {
+        let address = SocketAddr::new(options.host, options.port);
+        let fault = |source| Error::Bind { address: address.to_string(), source };
+        let cors = cors(&options.cors)?;
+        let listener = TcpListener::bind(address).await.map_err(fault)?;
+        let address = listener.local_addr().map_err(fault)?;
+        let (sender, failed) = mpsc::channel(1);
+        let app = Arc::new(App::start(options, sender)?);
+        let router = router(app.clone())
+            .layer(from_fn_with_state(app.clone(), authorize))
+            .layer(CatchPanicLayer::custom(panicked));
+        let router = match cors {
+            Some(cors) => router.layer(cors),
+            None => router,
+        };
+        let router = router.layer(from_fn_with_state(app.clone(), watch));
+        let connections = Arc::new(Semaphore::new(options.limits.connections.clamp(1, Semaphore::MAX_PERMITS)));
+        Ok(Server { listener, address, app, router, failed, connections })
+    }
+
+    /// Where it listens.
+    pub fn address(&self) -> SocketAddr {
+        self.address
+    }
+
+    /// Serves until `shutdown`; then lets running requests come to an end, as long as the grace time allows.
+    ///
+    /// # Errors
+    /// A model that cannot be loaded.
+    pub async fn run(mut self, shutdown: impl Future<Output = ()>) -> Result<(), Error> {
+        let graceful = GracefulShutdown::new();
+        let mut shutdown = std::pin::pin!(shutdown);
+        let result = loop {
+            tokio::select! {
+                () = &mut shutdown => break Ok(()),
+                Some(error) = self.failed.recv() => break Err(error),
+                (stream, permit) = accept(&self.listener, &self.connections) => self.serve(stream, permit, &graceful),
+            }
+        };
+        let Server { listener, app, .. } = self;
+        drop(listener);
+        app.drain();
+        if result.is_err() {
+            app.end();
+        }
+        let limits = app.limits;
+        tracing::info!(grace = limits.grace.as_secs_f64(), "ending: no new requests");
+        let mut drained = std::pin::pin!(graceful.shutdown());
+        if timeout(limits.grace, &mut drained).await.is_err() {
+            tracing::warn!("requests are still running: they are ended");
+            app.end();
+            // Those who do not even hear this are cut off.
+            let _ = timeout(LAST_WORDS, drained).await;
+        }
+        result
+    }
+
+    fn serve(&self, stream: TcpStream, permit: OwnedSemaphorePermit, graceful: &GracefulShutdown) {
+        // Small events must not wait for more. Where the system refuses, they do.
+        let _ = stream.set_nodelay(true);
+        let idle = self.app.limits.idle;
+        let mut stream = TimeoutStream::new(stream);
+        stream.set_write_timeout(Some(idle));
+        let service = TowerToHyperService::new(self.router.clone());
+        let mut http = http1::Builder::new();
+        http.timer(TokioTimer::new()).header_read_timeout(idle);
+        let connection = graceful.watch(http.serve_connection(TokioIo::new(Box::pin(stream)), service));
+        let app = self.app.clone();
+        app.metrics.connections.add(1);
+        tokio::spawn(async move {
+            // Clients go away as they like.
+            if let Err(e) = connection.await {
+                tracing::debug!(error = %e, "connection");
+            }
+            app.metrics.closed.add(1);
+            drop(permit);
+        });
+    }
+}
+
+/// The next connection, when there is room for it.
+async fn accept(listener: &TcpListener, connections: &Arc<Semaphore>) -> (TcpStream, OwnedSemaphorePermit) {
+    loop {
+        // Nobody closes the semaphore.
+        let Ok(permit) = connections.clone().acquire_owned().await else { std::future::pending().await };
+        match listener.accept().await {
+            Ok((stream, _)) => return (stream, permit),
+            Err(e) => {
+                // Out of descriptors, mostly: others will be closed.
+                tracing::warn!(error = %e, "accept");
+                tokio::time::sleep(Duration::from_millis(100)).await;
+            }
+        }
+    }
+}
+
+/// What pages of other origins may do; nothing where there are none.
+fn cors(origins: &[String]) -> Result<Option<CorsLayer>, Error> {
+    let allowed = match origins {
+        [] => return Ok(None),
+        [any] if any == "*" => AllowOrigin::any(),
+        list => {
+            let origin = |text: &String| {
+                let fault = || Error::Origin { origin: text.clone() };
+                if !text.contains("://") || text.ends_with('/') {
+                    return Err(fault());
+                }
+                HeaderValue::from_str(text).map_err(|_| fault())
+            };
+            AllowOrigin::list(list.iter().map(origin).collect::<Result<Vec<_>, _>>()?)
+        }
+    };
+    let headers = [header::AUTHORIZATION, header::CONTENT_TYPE, HeaderName::from_static("x-request-id")];
+    Ok(Some(
+        CorsLayer::new()
+            .allow_origin(allowed)
+            .allow_methods([Method::GET, Method::POST])
+            .allow_headers(headers)
+            .expose_headers([HeaderName::from_static("x-request-id")]),
+    ))
+}
+
+/// Serves until the process is told to end (SIGTERM, Ctrl-C), on threads of its own. `ready` hears where it listens.
+///
+/// # Errors
+/// As [`Server::bind`] and [`Server::run`]; the system gives no threads or signals.
+pub fn serve(options: &Options, ready: impl FnOnce(SocketAddr)) -> Result<(), Error> {
+    let mut runtime = tokio::runtime::Builder::new_multi_thread();
+    // Cores are the engine's; handlers are short, and long work has threads of its own.
+    let runtime = runtime.worker_threads(2).max_blocking_threads(16).enable_all().build();
+    let runtime = runtime.map_err(|source| Error::System { what: "no threads for the server", source })?;
+    let result = runtime.block_on(async {
+        let signal = crate::signal::end()?;
+        let server = Server::bind(options).await?;
+        ready(server.address());
+        server.run(signal).await
+    });
+    runtime.shutdown_timeout(LAST_WORDS);
+    result
+}

@@ -1,0 +1,311 @@
+//! A thread for each model: it owns the engine, takes commands between steps, and tells each request what came of it.
+//!
+//! Nobody else touches an engine. A request whose receiver is gone is cancelled before the next step; where there is
+//! nothing to compute the thread sleeps until a command comes.
+
+use crate::metrics::ModelMetrics;
+use puna::{EmbedOptions, Embedding, Engine, Error, Event, Finish, FinishReason, Request, RequestId};
+use std::borrow::Cow;
+use std::collections::{HashMap, VecDeque};
+use std::sync::Arc;
+use std::sync::mpsc::{Receiver, TryRecvError};
+use std::time::{Duration, Instant};
+use tokio::sync::{mpsc::UnboundedSender, oneshot};
+
+/// What a request hears: which of its prompts, and what happened.
+pub(crate) type Said = (usize, Result<Event, Error>);
+
+/// What the thread is asked.
+pub(crate) enum Command {
+    /// Answer requests. The channel of events closes when all their answers have ended.
+    Generate {
+        /// Of the HTTP request, for people who look at what runs.
+        name: Arc<str>,
+        requests: Vec<Request>,
+        /// Whether they can be answered: told before any event.
+        accepted: oneshot::Sender<Result<(), Error>>,
+        events: UnboundedSender<Said>,
+    },
+    /// Embed texts.
+    Embed { texts: Vec<Vec<u32>>, options: EmbedOptions, reply: oneshot::Sender<Result<Vec<Vec<f32>>, Error>> },
+    /// Tell what is being worked on.
+    Slots(oneshot::Sender<Vec<Slot>>),
+    /// End all requests.
+    End,
+}
+
+/// A request that is worked on or waits.
+#[derive(Clone, Debug)]
+pub(crate) struct Slot {
+    pub name: Arc<str>,
+    pub is_running: bool,
+    pub answers: usize,
+    pub prompt_tokens: usize,
+    pub computed: usize,
+    pub generated: usize,
+    /// Since the first token.
+    pub generating: Option<Duration>,
+    /// Since it came.
+    pub age: Duration,
+}
+
+/// A request in the engine.
+struct Active {
+    name: Arc<str>,
+    index: usize,
+    events: UnboundedSender<Said>,
+    arrival: Instant,
+    prompt_tokens: usize,
+    answers: usize,
+    /// Answers that have not ended.
+    left: usize,
+    generated: usize,
+    first_token: Option<Instant>,
+    /// Of each answer.
+    last_token: Vec<Option<Instant>>,
+}
+
+/// Texts that are being embedded.
+struct Job {
+    embedding: Embedding<'static>,
+    tokens: usize,
+    reply: oneshot::Sender<Result<Vec<Vec<f32>>, Error>>,
+}
+
+pub(crate) struct Worker {
+    engine: Engine,
+    commands: Receiver<Command>,
+    active: HashMap<RequestId, Active>,
+    /// In their order: one after the other.
+    jobs: VecDeque<Job>,
+    metrics: Arc<ModelMetrics>,
+}
+
+impl Worker {
+    pub fn new(engine: Engine, commands: Receiver<Command>, metrics: Arc<ModelMetrics>) -> Worker {
+        Worker { engine, commands, active: HashMap::new(), jobs: VecDeque::new(), metrics }
+    }
+
+    /// Works until nobody can ask any more.
+    pub fn run(mut self) {
+        self.publish();
+        while self.take_commands() {
+            self.drop_gone();
+            if !self.engine.is_idle() {
+                self.step();
+            }
+            self.embed();
+            self.publish();
+        }
+    }
+
+    /// Takes all commands that are there; waits for one if there is nothing else to do. False at the end.
+    fn take_commands(&mut self) -> bool {
+        if self.engine.is_idle() && self.jobs.is_empty() {
+            match self.commands.recv() {
+                Ok(command) => self.take(command),
+                Err(_) => return false,
+            }
+        }
+        loop {
+            match self.commands.try_recv() {
+                Ok(command) => self.take(command),
+                // Requests that are left are cancelled, since nobody listens.
+                Err(TryRecvError::Empty | TryRecvError::Disconnected) => return true,
+            }
+        }
+    }
+
+    // A receiver that is gone is found by `drop_gone`; that nobody hears is no failure.
+    fn take(&mut self, command: Command) {
+        match command {
+            Command::Generate { name, requests, accepted, events } => {
+                let result = self.generate(&name, requests, &events);
+                let _ = accepted.send(result);
+            }
+            Command::Embed { texts, options, reply } => {
+                let tokens = texts.iter().map(Vec::len).sum();
+                match self.engine.embedding(Cow::Owned(texts), &options) {
+                    Ok(embedding) => self.jobs.push_back(Job { embedding, tokens, reply }),
+                    Err(e) => drop(reply.send(Err(e))),
+                }
+            }
+            Command::Slots(reply) => drop(reply.send(self.slots())),
+            Command::End => {
+                for id in self.active.keys().copied().collect::<Vec<_>>() {
+                    self.cancel(id);
+                }
+                self.jobs.clear();
+            }
+        }
+    }
+
+    /// Takes all of the requests or none.
+    fn generate(
+        &mut self,
+        name: &Arc<str>,
+        requests: Vec<Request>,
+        events: &UnboundedSender<Said>,
+    ) -> Result<(), Error> {
+        let mut taken = Vec::new();
+        for (index, request) in requests.into_iter().enumerate() {
+            let (prompt_tokens, answers) = (request.prompt.len(), request.n);
+            self.metrics.prompt_len.observe(prompt_tokens as f64);
+            self.metrics.answers.observe(answers as f64);
+            if let Some(most) = request.max_tokens {
+                self.metrics.max_tokens.observe(most as f64);
+            }
+            let id = self.engine.add(request).inspect_err(|_| taken.iter().for_each(|&id| self.forget(id)))?;
+            taken.push(id);
+            let active = Active {
+                name: name.clone(),
+                index,
+                events: events.clone(),
+                arrival: Instant::now(),
+                prompt_tokens,
+                answers,
+                left: answers,
+                generated: 0,
+                first_token: None,
+                last_token: vec![None; answers],
+            };
+            self.active.insert(id, active);
+        }
+        Ok(())
+    }
+
+    fn forget(&mut self, id: RequestId) {
+        self.active.remove(&id);
+        self.engine.cancel(id);
+    }
+
+    /// Ends a request; whoever listens hears it.
+    fn cancel(&mut self, id: RequestId) {
+        for event in self.engine.cancel(id) {
+            self.tell(&event, Instant::now());
+        }
+        self.active.remove(&id);
+    }
+
+    /// Ends what nobody waits for any more.
+    fn drop_gone(&mut self) {
+        let gone = self.active.iter().filter(|(_, active)| active.events.is_closed());
+        for id in gone.map(|(id, _)| *id).collect::<Vec<_>>() {
+            self.cancel(id);
+        }
+        self.jobs.retain(|job| !job.reply.is_closed());
+    }
+
+    fn step(&mut self) {
+        let events = match self.engine.step() {
+            Ok(events) => events.to_vec(),
+            Err(e) => return self.fail(&e),
+        };
+        self.metrics.step_rows.observe(self.engine.step_rows() as f64);
+        let now = Instant::now();
+        events.iter().for_each(|event| self.tell(event, now));
+    }
+
+    /// No batch can be computed: everybody hears why.
+    fn fail(&mut self, e: &Error) {
+        tracing::error!(error = %e, "a step failed: all requests end");
+        for id in self.active.keys().copied().collect::<Vec<_>>() {
+            self.engine.cancel(id);
+            if let Some(active) = self.active.remove(&id) {
+                self.metrics.ended[3].add(active.left);
+                let _ = active.events.send((active.index, Err(e.clone())));
+            }
+        }
+    }
+
+    fn tell(&mut self, event: &Event, now: Instant) {
+        let Some(active) = self.active.get_mut(&event.id) else { return };
+        if event.token.is_some() {
+            active.generated += 1;
+            self.metrics.generated_tokens.add(1);
+            if active.first_token.is_none() {
+                active.first_token = Some(now);
+                self.metrics.first_token.time(now - active.arrival);
+            }
+            if let Some(last) = active.last_token.get_mut(event.sample).and_then(|last| last.replace(now)) {
+                self.metrics.inter_token.time(now - last);
+            }
+        }
+        let _ = active.events.send((active.index, Ok(event.clone())));
+        if let Some(finish) = &event.finish {
+            self.metrics.whole.time(now - active.arrival);
+            active.left -= 1;
+            let has_ended = active.left == 0;
+            record(&self.metrics, event.sample, finish);
+            if has_ended {
+                self.active.remove(&event.id);
+            }
+        }
+    }
+
+    /// A part of the texts that are to be embedded, as large as those who generate can bear.
+    fn embed(&mut self) {
+        let rows = self.engine.spare_rows();
+        let Some(job) = self.jobs.front_mut() else { return };
+        let result = self.engine.advance(&mut job.embedding, rows);
+        if matches!(result, Ok(false)) {
+            return;
+        }
+        if let Some(job) = self.jobs.pop_front() {
+            self.metrics.embedded_tokens.add(job.tokens);
+            let _ = job.reply.send(result.map(|_| job.embedding.into_embeddings()));
+        }
+    }
+
+    fn slots(&self) -> Vec<Slot> {
+        let mut active: Vec<(&RequestId, &Active)> = self.active.iter().collect();
+        active.sort_by_key(|(id, _)| **id);
+        let slot = |(id, active): (&RequestId, &Active)| {
+            let computed = self.engine.computed(*id);
+            Slot {
+                name: active.name.clone(),
+                is_running: computed.is_some() || active.generated > 0,
+                answers: active.answers,
+                prompt_tokens: active.prompt_tokens,
+                computed: computed.unwrap_or(0),
+                generated: active.generated,
+                generating: active.first_token.map(|first| first.elapsed()),
+                age: active.arrival.elapsed(),
+            }
+        };
+        active.into_iter().map(slot).collect()
+    }
+
+    fn publish(&self) {
+        let (status, metrics) = (self.engine.status(), &self.metrics);
+        metrics.running.set(status.running as f64);
+        metrics.waiting.set((status.waiting + self.jobs.len()) as f64);
+        metrics.kv_usage.set(status.kv_held as f64 / status.kv_limit.max(1) as f64);
+        metrics.kv_held.set(status.kv_held as f64);
+        metrics.kv_cached.set(status.kv_cached as f64);
+        metrics.kv_limit.set(status.kv_limit as f64);
+    }
+}
+
+/// Takes note of how an answer ended. What is the prompt's is counted with the first answer.
+fn record(metrics: &ModelMetrics, sample: usize, finish: &Finish) {
+    let stats = &finish.stats;
+    let reason = match finish.reason {
+        FinishReason::Stop => 0,
+        FinishReason::Length => 1,
+        FinishReason::Cancelled => 2,
+        FinishReason::Error(_) => 3,
+    };
+    metrics.ended[reason].add(1);
+    metrics.preemptions.add(stats.preemptions);
+    if sample == 0 {
+        metrics.prompt_tokens.add(stats.prompt_tokens);
+        metrics.cache_queries.add(stats.prompt_tokens);
+        metrics.cache_hits.add(stats.cached_tokens);
+        metrics.queue.time(stats.queue_time);
+        metrics.prefill.time(stats.prompt_time);
+    }
+    metrics.decode.time(stats.generate_time);
+    metrics.inference.time(stats.prompt_time + stats.generate_time);
+    metrics.answer_len.observe(stats.generated_tokens as f64);
+}
