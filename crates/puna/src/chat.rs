@@ -4,6 +4,7 @@
 
 use crate::engine::Engine;
 use crate::error::Error;
+use crate::grammar::Grammars;
 use puna_text::{AddBos, ChatInput, ChatTemplate, Segment, TextError, Tokenizer};
 use serde_json::{Map, Value, json};
 use std::path::{Path, PathBuf};
@@ -19,6 +20,8 @@ struct Inner {
     source: Option<String>,
     /// Compiled when it is first used.
     template: OnceLock<Result<ChatTemplate, TextError>>,
+    /// Made when they are first used.
+    grammars: OnceLock<Result<Arc<Grammars>, Error>>,
 }
 
 /// What a prompt ends with.
@@ -50,7 +53,7 @@ pub struct Conversation<'a> {
 
 impl Chat {
     pub(crate) fn new(path: PathBuf, tokenizer: Option<Arc<Tokenizer>>, source: Option<String>) -> Chat {
-        Chat(Arc::new(Inner { path, tokenizer, source, template: OnceLock::new() }))
+        Chat(Arc::new(Inner { path, tokenizer, source, template: OnceLock::new(), grammars: OnceLock::new() }))
     }
 
     /// The model's file or folder.
@@ -64,6 +67,20 @@ impl Chat {
     /// [`Error::NoTokenizer`].
     pub fn tokenizer(&self) -> Result<&Arc<Tokenizer>, Error> {
         self.0.tokenizer.as_ref().ok_or_else(|| Error::NoTokenizer { path: self.0.path.clone() })
+    }
+
+    /// The same with another template.
+    pub fn with_template(&self, source: String) -> Chat {
+        Chat::new(self.0.path.clone(), self.0.tokenizer.clone(), Some(source))
+    }
+
+    /// What compiles grammars for the model.
+    ///
+    /// # Errors
+    /// [`Error::NoTokenizer`]; as [`Grammars::new`].
+    pub fn grammars(&self) -> Result<&Arc<Grammars>, Error> {
+        let made = self.0.grammars.get_or_init(|| Grammars::new(self.tokenizer()?));
+        made.as_ref().map_err(Clone::clone)
     }
 
     /// The source of the model's chat template.

@@ -6,6 +6,7 @@
 use crate::chat::Chat;
 use crate::error::Error;
 use crate::files::ModelFiles;
+use crate::grammar::Grammars;
 use crate::pace::Pace;
 use crate::pooling::Declared;
 use crate::request::{Event, Finish, FinishReason, MAX_SAMPLES, Request, RequestId};
@@ -18,7 +19,7 @@ use puna_model::bind::Progress;
 use puna_model::{Batch, Chain, Config, KvCache, LoadOptions, Model};
 use puna_text::Tokenizer;
 use std::path::PathBuf;
-use std::sync::Arc;
+use std::sync::{Arc, OnceLock};
 use std::time::Instant;
 
 /// How an engine is set up. Only `kv` changes what it says.
@@ -76,6 +77,7 @@ pub struct Engine {
     pub(crate) model: Model,
     pub(crate) kv: KvCache,
     tokenizer: Option<Arc<Tokenizer>>,
+    grammars: OnceLock<Arc<Grammars>>,
     template: Option<String>,
     sampling: PartialSampling,
     path: PathBuf,
@@ -138,6 +140,7 @@ impl Engine {
             chunk: options.chunk.max(1),
             max_running: options.max_running.max(1),
             tokenizer: tokenizer.map(Arc::new),
+            grammars: OnceLock::new(),
             model,
             template,
             sampling,
@@ -195,6 +198,18 @@ impl Engine {
     /// What makes prompts, for use beside the engine.
     pub fn chat(&self) -> Chat {
         Chat::new(self.path.clone(), self.tokenizer.clone(), self.template.clone())
+    }
+
+    /// What compiles grammars for this model. It can be used beside the engine, on other threads.
+    ///
+    /// # Errors
+    /// [`Error::NoTokenizer`]; as [`Grammars::new`].
+    pub fn grammars(&self) -> Result<&Arc<Grammars>, Error> {
+        if let Some(grammars) = self.grammars.get() {
+            return Ok(grammars);
+        }
+        let grammars = Grammars::new(self.tokenizer()?)?;
+        Ok(self.grammars.get_or_init(|| grammars))
     }
 
     /// The source of the model's chat template.
@@ -268,6 +283,11 @@ impl Engine {
         }
         if let Some(&id) = request.stop_token_ids.iter().find(|&&id| id as usize >= vocab) {
             return Err(Error::TokenId { id, vocab });
+        }
+        if let Some(grammar) = &request.grammar
+            && !grammar.is_for(self.tokenizer()?)
+        {
+            return Err(Error::ForeignGrammar);
         }
         prompt.check(config)?;
         let chain = Chain::of(prompt, config, config.rope.is_long(prompt.len()));

@@ -110,6 +110,33 @@ pub enum Error {
         /// What was found, and what is supported.
         what: String,
     },
+    /// A JSON Schema that cannot be enforced.
+    #[error("the schema cannot be enforced: `{keyword}` at {}: {problem}", if at.is_empty() { "its root" } else { at.as_str() })]
+    Schema {
+        /// The keyword at fault.
+        keyword: String,
+        /// Where it is: a JSON pointer, into the list of tools where it is a tool's.
+        at: String,
+        /// What is wrong with it.
+        problem: String,
+    },
+    /// A grammar that cannot be used.
+    #[error("{kind} grammar: {problem}")]
+    Grammar {
+        /// What it was made of: `json_schema`, `lark`, `regex`, `tools`.
+        kind: &'static str,
+        /// What is wrong with it.
+        problem: String,
+    },
+    /// A grammar that was made for another model.
+    #[error("the grammar was made for the tokens of another model")]
+    ForeignGrammar,
+    /// An answer that cannot go on in its grammar.
+    #[error("the answer cannot go on in its grammar: {problem}")]
+    Constraint {
+        /// Why.
+        problem: String,
+    },
     /// A message of a chat that is no message.
     #[error("message {index}: {what}")]
     Message {

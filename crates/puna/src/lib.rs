@@ -23,6 +23,7 @@ pub mod embed;
 pub mod engine;
 pub mod error;
 pub mod files;
+pub mod grammar;
 mod pace;
 pub mod pooling;
 pub mod request;
@@ -36,6 +37,7 @@ pub use embed::{EmbedOptions, Embedding};
 pub use engine::{Engine, EngineOptions, Status};
 pub use error::Error;
 pub use files::ModelFiles;
+pub use grammar::{Grammar, Grammars, ToolChoice, ToolGrammar};
 pub use pooling::{Declared, Pooling};
 pub use request::{Event, Finish, FinishReason, Logprobs, Request, RequestId, Stats};
 

@@ -1,6 +1,7 @@
 //! What goes into the engine and what comes out.
 
 use crate::error::Error;
+use crate::grammar::Grammar;
 use crate::sampler::{SamplingParams, TokenLogprob};
 use puna_model::Prompt;
 use std::time::Duration;
@@ -35,6 +36,12 @@ pub struct Request {
     /// Whether the first event tells the log-probabilities of the prompt's tokens, and of how many of the most likely
     /// others. Nothing of such a prompt is taken from the cache.
     pub prompt_logprobs: Option<usize>,
+    /// What the answer must be: it ends where the grammar does, or is cut off by a limit. Stronger than all of
+    /// `sampling`.
+    pub grammar: Option<Grammar>,
+    /// Control tokens whose text is part of the answer's text, such as the markers of a
+    /// [`ReplyFormat`](puna_text::ReplyFormat::markers).
+    pub shown: Vec<String>,
 }
 
 /// Most answers of a request.
@@ -54,6 +61,8 @@ impl Request {
             n: 1,
             logprobs: None,
             prompt_logprobs: None,
+            grammar: None,
+            shown: Vec::new(),
         }
     }
 }

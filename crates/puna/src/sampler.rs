@@ -54,6 +54,14 @@ pub enum SampleError {
         /// How many there are.
         vocab_size: usize,
     },
+    /// Every token that a grammar allows is banned.
+    #[error(
+        "no token can be chosen: all {allowed} tokens that the grammar allows here are banned, by logit_bias, ignore_eos or min_tokens, or -inf by the model"
+    )]
+    NothingAllowed {
+        /// How many it allows.
+        allowed: usize,
+    },
     /// The row of logits is not the one this sampler was made for.
     #[error("expected {expected} logits (the size of the vocabulary), found {found}")]
     LogitsLen {
@@ -181,19 +189,43 @@ impl Sampler {
     /// [`SampleError::LogitsLen`], [`SampleError::NotFinite`], [`SampleError::NothingLeft`]; no random bits are used up
     /// then.
     pub fn sample(&mut self, logits: &[f32], scratch: &mut Scratch) -> Result<u32, SampleError> {
-        let candidates = self.narrow(logits, scratch)?;
+        self.sample_among(logits, None, scratch)
+    }
+
+    /// As [`sample`](Self::sample), among the tokens whose bit is set in `allowed`, 32 to a word. This comes before
+    /// everything else; log-probabilities do not know of it.
+    ///
+    /// # Errors
+    /// As [`sample`](Self::sample); [`SampleError::NothingAllowed`].
+    pub fn sample_among(
+        &mut self,
+        logits: &[f32],
+        allowed: Option<&[u32]>,
+        scratch: &mut Scratch,
+    ) -> Result<u32, SampleError> {
+        let candidates = self.narrow(logits, allowed, scratch).map_err(|e| match (e, allowed) {
+            (SampleError::NothingLeft { .. }, Some(allowed)) => {
+                SampleError::NothingAllowed { allowed: allowed.iter().map(|word| word.count_ones() as usize).sum() }
+            }
+            (e, _) => e,
+        })?;
         let chosen = if self.greedy { candidates.best() } else { candidates.pick(uniform(&mut self.rng)) };
         chosen.ok_or(SampleError::NothingLeft { vocab_size: self.vocab_size })
     }
 
     /// The candidates that the chain leaves: at least one.
-    fn narrow<'s>(&self, logits: &[f32], scratch: &'s mut Scratch) -> Result<&'s Candidates, SampleError> {
+    fn narrow<'s>(
+        &self,
+        logits: &[f32],
+        allowed: Option<&[u32]>,
+        scratch: &'s mut Scratch,
+    ) -> Result<&'s Candidates, SampleError> {
         if logits.len() != self.vocab_size {
             return Err(SampleError::LogitsLen { expected: self.vocab_size, found: logits.len() });
         }
         check_finite(logits)?;
         let Scratch { adjusted, candidates } = scratch;
-        candidates.fill(self.adjust(logits, adjusted), self.limit());
+        candidates.fill(self.adjust(logits, allowed, adjusted), self.limit());
         if candidates.items().is_empty() {
             return Err(SampleError::NothingLeft { vocab_size: self.vocab_size });
         }
@@ -210,15 +242,18 @@ impl Sampler {
         Ok(candidates)
     }
 
-    /// The logits after biases, bans and leading penalties: the given ones if none of these changes any.
-    fn adjust<'a>(&self, logits: &'a [f32], adjusted: &'a mut Vec<f32>) -> &'a [f32] {
+    /// The logits after the mask, biases, bans and leading penalties: the given ones if none of these changes any.
+    fn adjust<'a>(&self, logits: &'a [f32], allowed: Option<&[u32]>, adjusted: &'a mut Vec<f32>) -> &'a [f32] {
         let penalize = self.penalties_first && self.penalties.is_active();
         let ban = self.generated < self.min_tokens && !self.eog.is_empty();
-        if !penalize && !ban && self.logit_bias.is_empty() {
+        if allowed.is_none() && !penalize && !ban && self.logit_bias.is_empty() {
             return logits;
         }
         adjusted.clear();
         adjusted.extend_from_slice(logits);
+        if let Some(allowed) = allowed {
+            mask(adjusted, allowed);
+        }
         for &(id, bias) in &self.logit_bias {
             let logit = &mut adjusted[id as usize];
             *logit = if bias == f32::NEG_INFINITY { bias } else { saturate(f64::from(*logit) + f64::from(bias)) };
@@ -264,6 +299,21 @@ impl Stage {
             SamplerKind::MinP => Some(Stage::MinP(min_p)).filter(|_| min_p > 0.0),
             SamplerKind::Temperature => {
                 Some(Stage::Temperature(params.temperature.into())).filter(|_| params.temperature > 0.0)
+            }
+        }
+    }
+}
+
+/// Bans the tokens whose bit is not set.
+fn mask(logits: &mut [f32], allowed: &[u32]) {
+    let words = allowed.iter().copied().chain(std::iter::repeat(0));
+    for (logits, word) in logits.chunks_mut(32).zip(words) {
+        match word {
+            0 => logits.fill(f32::NEG_INFINITY),
+            u32::MAX => {}
+            word => {
+                let banned = logits.iter_mut().enumerate().filter(|(i, _)| word >> i & 1 == 0);
+                banned.for_each(|(_, logit)| *logit = f32::NEG_INFINITY);
             }
         }
     }

@@ -1,6 +1,7 @@
 //! One answer to a request on its way.
 
 use crate::error::Error;
+use crate::grammar::State;
 use crate::request::{Event, Finish, FinishReason, Logprobs, Request, RequestId, Stats};
 use crate::sampler::{LogSoftmax, SampleError, Sampler, SamplingParams, Scratch};
 use puna_model::rope::Rope;
@@ -34,6 +35,7 @@ pub(crate) struct Sequence {
     /// Length at which it ends.
     pub limit: usize,
     sampler: Sampler,
+    grammar: Option<State>,
     logprobs: Option<usize>,
     eog: BTreeSet<u32>,
     ignore_eos: bool,
@@ -86,7 +88,10 @@ impl Sequence {
         let (prompt_len, delta) = (request.prompt.len(), request.prompt.position_delta());
         let now = Instant::now();
         let skip_special = request.skip_special;
-        let stream = || setting.tokenizer.clone().map(|t| TokenStream::continuing(t).skip_special(skip_special));
+        let stream = || {
+            let new = |t| TokenStream::continuing(t).skip_special(skip_special).show(&request.shown);
+            setting.tokenizer.clone().map(new)
+        };
         let mut first = Sequence {
             id,
             sample: 0,
@@ -101,10 +106,11 @@ impl Sequence {
             delta,
             limit: request.max_tokens.map_or(setting.ctx, |n| prompt_len.saturating_add(n).min(setting.ctx)),
             sampler,
+            grammar: request.grammar.as_ref().map(State::new),
             logprobs: request.logprobs,
             eog,
             ignore_eos: request.sampling.ignore_eos,
-            stop_ids: request.stop_token_ids,
+            stop_ids: request.stop_token_ids.clone(),
             min_tokens: request.sampling.min_tokens as usize,
             scores: request.prompt_logprobs.map(|top| Scores { top, rows: vec![None] }),
             stream: stream(),
@@ -125,6 +131,7 @@ impl Sequence {
                 answer: Vec::new(),
                 chain: Chain::default(),
                 sampler,
+                grammar: request.grammar.as_ref().map(State::new),
                 eog: first.eog.clone(),
                 stop_ids: first.stop_ids.clone(),
                 scores: None,
@@ -295,13 +302,9 @@ impl Sequence {
         if self.len() >= self.limit {
             return self.finish(FinishReason::Length);
         }
-        let chosen = self
-            .sampler
-            .sample(logits, scratch)
-            .and_then(|token| Ok((token, self.logprobs.map(|n| logprobs(logits, token, n, scratch)).transpose()?)));
-        let (token, logprobs) = match chosen {
+        let (token, logprobs) = match self.choose(logits, scratch) {
             Ok(chosen) => chosen,
-            Err(e) => return self.finish(FinishReason::Error(e.into())),
+            Err(e) => return self.finish(FinishReason::Error(e)),
         };
         self.times.first_token.get_or_insert(now);
         self.times.last_token = now;
@@ -313,10 +316,14 @@ impl Sequence {
             return Event { token: Some(token), logprobs, ..self.finish(FinishReason::Stop) };
         }
         self.sampler.accept(token);
+        let is_complete = match self.grammar.as_mut().map(|grammar| grammar.accept(token)).transpose() {
+            Ok(is_complete) => is_complete == Some(true),
+            Err(e) => return Event { token: Some(token), logprobs, ..self.finish(FinishReason::Error(e)) },
+        };
         let piece = self.stream.as_mut().and_then(|s| s.push(token)).unwrap_or_default();
         let counts = self.answer.len() > self.min_tokens;
         let step = if counts { self.stop.push(&piece) } else { StopStep { text: piece, stopped: None } };
-        let event = if step.stopped.is_some() {
+        let event = if step.stopped.is_some() || is_complete {
             self.finish(FinishReason::Stop)
         } else if self.len() >= self.limit {
             self.finish(FinishReason::Length)
@@ -324,6 +331,14 @@ impl Sequence {
             self.progress()
         };
         Event { token: Some(token), logprobs, text: step.text + &event.text, ..event }
+    }
+
+    /// The next token, and how likely it was if that is asked for.
+    fn choose(&mut self, logits: &[f32], scratch: &mut Scratch) -> Result<(u32, Option<Logprobs>), Error> {
+        let allowed = self.grammar.as_mut().map(State::mask).transpose()?;
+        let token = self.sampler.sample_among(logits, allowed, scratch)?;
+        let logprobs = self.logprobs.map(|n| logprobs(logits, token, n, scratch)).transpose()?;
+        Ok((token, logprobs))
     }
 
     /// An event that says only how far it is.

@@ -31,16 +31,20 @@ impl App {
     /// # Errors
     /// As [`Models::start`].
     pub fn start(options: &Options, failed: mpsc::Sender<Error>) -> Result<App, Error> {
+        Ok(App::new(options, Models::start(options, failed)?))
+    }
+
+    fn new(options: &Options, models: Models) -> App {
         let budget = (options.limits.body.saturating_mul(4) >> 10).clamp(1, Semaphore::MAX_PERMITS);
-        Ok(App {
-            models: Models::start(options, failed)?,
+        App {
+            models,
             keys: options.keys.clone(),
             limits: options.limits,
             metrics: HttpMetrics::default(),
             bodies: Arc::new(Semaphore::new(budget)),
             draining: AtomicBool::new(false),
             start: Instant::now(),
-        })
+        }
     }
 
     /// From here on no request for an answer is taken.
@@ -166,5 +170,26 @@ fn state(model: &Model) -> &'static str {
         (true, _) => "failed",
         (false, true) => "ready",
         (false, false) => "loading",
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    #![allow(clippy::unwrap_used)]
+
+    use super::*;
+
+    #[test]
+    fn while_a_model_is_loaded_nothing_is_answered() {
+        // Its commands are read by nobody: it stays as it is.
+        let options = Options::new(vec!["a.gguf".into()]);
+        let (models, _commands) = Models::unloaded(&options);
+        let app = App::new(&options, models);
+        assert_eq!(app.health().unwrap_err().code, Some("loading"));
+        let Err(error) = app.pick(None) else { panic!("it is not loaded") };
+        assert_eq!((error.kind.status(), error.code), (503, Some("model_loading")));
+        assert_eq!(app.props()["models"][0]["state"], "loading");
+        app.drain();
+        assert_eq!(app.health().unwrap_err().code, Some("draining"));
     }
 }

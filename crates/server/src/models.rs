@@ -181,6 +181,14 @@ impl Models {
         Ok(Models { list, names })
     }
 
+    /// One model that is never loaded.
+    #[cfg(test)]
+    pub fn unloaded(options: &Options) -> (Models, Receiver<Command>) {
+        let (model, commands) = Model::new("a".into(), options);
+        let names = HashMap::from([(model.id.clone(), 0)]);
+        (Models { list: vec![Arc::new(model)], names }, commands)
+    }
+
     /// The model that a request names. A wrong name is taken for the only model where there is only one, as clients
     /// have names of other services built in.
     ///
@@ -274,7 +282,7 @@ fn named(options: &Options) -> Result<Named, Error> {
     if paths.is_empty() { Err(Error::NoModel) } else { Ok((paths, names)) }
 }
 
-/// What requests call the model at a path: the name of a file without its ending, or of a folder.
+/// What a model is called unless it has an alias: the name of its file without the ending, or of its folder.
 pub fn model_name(path: &Path) -> String {
     let path = std::fs::canonicalize(path).unwrap_or_else(|_| path.to_owned());
     let name = if path.is_dir() { path.file_name() } else { path.file_stem() };

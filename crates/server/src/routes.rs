@@ -164,3 +164,26 @@ async fn props(State(app): Shared) -> Response {
 async fn openapi() -> Response {
     http::text("application/json", include_str!("openapi.json"))
 }
+
+#[cfg(test)]
+mod tests {
+    #![allow(clippy::unwrap_used)]
+
+    use super::*;
+
+    #[test]
+    fn the_document_lists_all_routes() {
+        let document: Value = serde_json::from_str(include_str!("openapi.json")).unwrap();
+        let mut listed: Vec<&String> = document["paths"].as_object().unwrap().keys().collect();
+        let mut all: Vec<String> = routes().into_iter().map(|(path, _)| path.to_owned()).collect();
+        listed.sort();
+        all.sort();
+        assert_eq!(listed, all.iter().collect::<Vec<_>>());
+        // Every reference stands for something.
+        for (at, _) in document.to_string().match_indices("#/components/schemas/") {
+            let text = document.to_string();
+            let name = text[at..].split('"').next().unwrap().rsplit('/').next().unwrap().to_owned();
+            assert!(document["components"]["schemas"][&name].is_object(), "{name}");
+        }
+    }
+}

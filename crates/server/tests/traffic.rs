@@ -86,7 +86,7 @@ fn everybody_gets_the_answer_of_one_who_is_alone() {
 
 /// Asks, and goes away at some point.
 fn leave(server: &Running, path: &str, body: &Value, seed: usize) {
-    let streams = path != "/v1/embeddings" && seed % 2 == 0;
+    let streams = path != "/v1/embeddings" && seed.is_multiple_of(2);
     let body = if streams { with(body.clone(), json!({ "stream": true })) } else { body.clone() };
     let mut stream = begin(server.address, "POST", path, &[], body.to_string().as_bytes());
     if streams {

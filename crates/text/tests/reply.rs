@@ -333,6 +333,16 @@ fn time_grows_as_the_text_does() {
     assert!(start.elapsed().as_secs() < 120);
 }
 
+#[test]
+fn schemas_that_lead_nowhere_take_no_time() {
+    let again = vec![json!({ "$ref": "#" }); 100];
+    let tool = json!({ "name": "f", "parameters": { "anyOf": again, "properties": { "a": { "$ref": "#" } } } });
+    let options = ReplyOptions { tools: &[tool], ..ReplyOptions::default() };
+    let mut parser = ReplyParser::new(ReplyFormat::by_name("qwen3-coder").unwrap(), &options);
+    let deltas = parser.push("<function=f><parameter=a>1</parameter></function>");
+    assert!(matches!(deltas.as_slice(), [Delta::Call(piece)] if piece.arguments == "{\"a\": 1}"), "{deltas:?}");
+}
+
 /// Texts made of what formats are made of.
 fn texts() -> impl Strategy<Value = String> {
     let piece = prop_oneof![

@@ -31,7 +31,7 @@ fn survivors(params: &SamplingParams, logits: &[f32]) -> Vec<u32> {
 /// The ids that the chain leaves, with their probabilities.
 fn left_by(sampler: &Sampler, logits: &[f32]) -> BTreeMap<u32, f64> {
     let mut scratch = Scratch::default();
-    let candidates = sampler.narrow(logits, &mut scratch).unwrap();
+    let candidates = sampler.narrow(logits, None, &mut scratch).unwrap();
     candidates.probabilities().collect()
 }
 
@@ -563,7 +563,7 @@ fn penalties_follow_the_window() {
     let logits_after = |params: &SamplingParams, history: &[u32]| {
         let mut sampler = sampler(params, row.len());
         sampler.accept_prompt(history);
-        sampler.adjust(&row, &mut Vec::new()).to_vec()
+        sampler.adjust(&row, None, &mut Vec::new()).to_vec()
     };
     // Token 0 has left the window.
     assert_eq!(logits_after(&params, &[0, 1, 3, 1]), [2.0, -4.0 - 1.0 - 0.25, 1.0, -0.5 - 0.25]);

@@ -132,7 +132,7 @@ pub(crate) fn timings(stats: &Stats) -> Value {
 /// If it ended because the engine could not go on.
 pub(crate) fn finish_reason(reason: &FinishReason) -> Result<&'static str, ApiError> {
     match reason {
-        FinishReason::Error(e) => Err(ApiError::new(Kind::Server, e.to_string())),
+        FinishReason::Error(e) => Err(ApiError::of_engine("", e)),
         FinishReason::Cancelled => Err(ApiError::new(Kind::Unavailable, "the request was ended by the server")),
         reason => Ok(reason.name()),
     }

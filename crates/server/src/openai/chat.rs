@@ -1,11 +1,11 @@
 //! `/v1/chat/completions`.
 
-use crate::openai::answer::{Answer, Assemble, Header, Job, Stream, Tokens, Usage, finish_reason, timings, unique};
+use crate::openai::answer::Job;
 use crate::openai::fields::expected;
 use crate::openai::generation::MAX_LOGPROBS;
-use crate::openai::reply::{Piece, Reply};
-use crate::openai::{ApiError, Card, Fields, Generation, StreamOptions, logprobs, messages};
-use puna::{ChatEnd, Conversation, Event, Stats};
+use crate::openai::reply::Replies;
+use crate::openai::{ApiError, Card, Fields, Generation, chat_answer, messages, tool_text};
+use puna::{ChatEnd, Conversation};
 use serde_json::{Map, Value, json};
 
 /// A conversation and what of it a template gets.
@@ -48,14 +48,23 @@ impl Talk {
         Ok(Talk { messages: messages::read(fields)?, tools: tools(fields)?, end, variables })
     }
 
-    fn conversation(&self) -> Conversation<'_> {
-        Conversation {
-            messages: &self.messages,
-            tools: self.tools.as_ref(),
+    /// Calls `f` with what the template gets: tools in text, if it does not show them.
+    fn with_conversation<T>(
+        &self,
+        card: &Card,
+        f: impl FnOnce(&Conversation) -> Result<T, puna::Error>,
+    ) -> Result<T, ApiError> {
+        let shows_tools = tool_text::shows_tools(card.chat.template().unwrap_or_default());
+        let tools = self.tools.as_ref().and_then(Value::as_array).filter(|_| !shows_tools);
+        let spelled = tools.map(|tools| tool_text::spell(&self.messages, tools));
+        let conversation = Conversation {
+            messages: spelled.as_deref().unwrap_or(&self.messages),
+            tools: self.tools.as_ref().filter(|_| shows_tools),
             template: None,
             end: self.end,
             variables: Some(&self.variables),
-        }
+        };
+        f(&conversation).map_err(|e| ApiError::of_engine("messages", &e))
     }
 
     /// The prompt as text.
@@ -63,7 +72,7 @@ impl Talk {
     /// # Errors
     /// What the template says is wrong.
     pub fn render(&self, card: &Card) -> Result<String, ApiError> {
-        card.chat.render(&self.conversation()).map_err(|e| ApiError::of_engine("messages", &e))
+        self.with_conversation(card, |conversation| card.chat.render(conversation))
     }
 
     /// The prompt as ids.
@@ -71,7 +80,7 @@ impl Talk {
     /// # Errors
     /// As [`Talk::render`].
     pub fn prompt(&self, card: &Card) -> Result<Vec<u32>, ApiError> {
-        card.chat.prompt(&self.conversation()).map_err(|e| ApiError::of_engine("messages", &e))
+        self.with_conversation(card, |conversation| card.chat.prompt(conversation))
     }
 }
 
@@ -159,6 +168,8 @@ pub struct ChatRequest {
     pub logprobs: Option<usize>,
     /// Which tools may or must be called.
     pub tool_choice: ToolChoice,
+    /// Whether an answer may call several.
+    pub parallel: bool,
 }
 
 impl ChatRequest {
@@ -183,7 +194,17 @@ impl ChatRequest {
         }
         let logprobs = (wanted == Some(true)).then_some(top.unwrap_or(0) as usize);
         let model = fields.string("model")?.map(str::to_owned);
-        Ok(ChatRequest { model, talk, generation, logprobs, tool_choice })
+        let parallel = fields.boolean("parallel_tool_calls")?.unwrap_or(true);
+        if talk.tools.is_some() && generation.constraint.is_some() {
+            let what = "cannot be used together with tools, unless tool_choice is none";
+            let param = if fields.get("grammar").is_some() { "grammar" } else { "response_format" };
+            return Err(ApiError::invalid(param, what));
+        }
+        if generation.constraint.is_some() {
+            // What a template would begin with is no part of the grammar.
+            talk.variables.entry("enable_thinking").or_insert(json!(false));
+        }
+        Ok(ChatRequest { model, talk, generation, logprobs, tool_choice, parallel })
     }
 
     /// The work that the request is for a model.
@@ -195,36 +216,13 @@ impl ChatRequest {
         let ids = prompt.clone();
         let mut request = self.generation.request(card, "messages", prompt)?;
         request.logprobs = self.logprobs;
-        let tokens = Tokens::new(card, &request);
-        let header = |object| Header {
-            id: unique("chatcmpl-"),
-            object,
-            created: super::model::now(),
-            model: card.id.clone(),
-            fingerprint: card.fingerprint.clone(),
-        };
-        let usage = Usage { prompt: ids.len(), ..Usage::default() };
-        let n = request.n;
-        let answer = match self.generation.stream {
-            None => {
-                let choices = (0..n).map(|_| Choice::new(self)).collect();
-                let header = header("chat.completion");
-                Answer::Whole(Box::new(Whole {
-                    header,
-                    tokens,
-                    ids,
-                    choices,
-                    usage,
-                    prompt_logprobs: None,
-                    stats: None,
-                }))
-            }
-            Some(options) => {
-                let choices = (0..n).map(|_| Piecewise { reply: Reply::default(), has_begun: false }).collect();
-                let header = header("chat.completion.chunk");
-                Answer::Stream(Box::new(Chunks { header, tokens, choices, usage, options, left: n, stats: None }))
-            }
-        };
+        let tools = self.talk.tools.as_ref().and_then(Value::as_array).map_or(&[][..], Vec::as_slice);
+        let replies = Replies::new(card, tools, &ids, self.generation.constraint.is_some());
+        request.shown = replies.markers();
+        if !tools.is_empty() {
+            request.grammar = Some(replies.grammar(card, tools, &self.tool_choice, self.parallel)?);
+        }
+        let answer = chat_answer::new(card, self, &request, &replies, ids);
         Ok(Job { requests: vec![request], answer })
     }
 }
@@ -236,170 +234,10 @@ fn refuse(fields: &Fields) -> Result<(), ApiError> {
             return Err(expected(format!("modalities[{i}]"), "text, the only kind of answer", modality));
         }
     }
-    for field in ["audio", "functions", "function_call", "response_format", "grammar"] {
-        if fields.get(field).is_some_and(|value| value["type"] != "text") {
+    for field in ["audio", "functions", "function_call"] {
+        if fields.get(field).is_some() {
             return Err(ApiError::invalid(field, "not supported"));
         }
     }
     Ok(())
-}
-
-/// One of the answers, as a whole.
-struct Choice {
-    reply: Reply,
-    content: String,
-    logprobs: Option<Vec<Value>>,
-    finish: &'static str,
-}
-
-impl Choice {
-    fn new(request: &ChatRequest) -> Choice {
-        let logprobs = request.logprobs.map(|_| Vec::new());
-        Choice { reply: Reply::default(), content: String::new(), logprobs, finish: "stop" }
-    }
-
-    fn add(&mut self, pieces: Vec<Piece>) {
-        for piece in pieces {
-            match piece {
-                Piece::Content(text) => self.content.push_str(&text),
-            }
-        }
-    }
-
-    fn value(&mut self, index: usize) -> Value {
-        let content = std::mem::take(&mut self.content);
-        let message = json!({ "role": "assistant", "content": content, "refusal": null });
-        let logprobs = self.logprobs.take().map(|content| json!({ "content": content, "refusal": null }));
-        json!({ "index": index, "message": message, "logprobs": logprobs, "finish_reason": self.finish })
-    }
-}
-
-struct Whole {
-    header: Header,
-    tokens: Tokens,
-    ids: Vec<u32>,
-    choices: Vec<Choice>,
-    usage: Usage,
-    prompt_logprobs: Option<Value>,
-    stats: Option<Stats>,
-}
-
-impl Assemble for Whole {
-    fn take(&mut self, _: usize, event: &Event) -> Result<(), ApiError> {
-        self.usage.take(event);
-        let Some(choice) = self.choices.get_mut(event.sample) else { return Ok(()) };
-        if !event.prompt_logprobs.is_empty() {
-            self.prompt_logprobs = Some(logprobs::prompt(self.tokens.tokenizer(), &self.ids, &event.prompt_logprobs));
-        }
-        if let (Some(list), Some(entry)) = (&mut choice.logprobs, entry(&self.tokens, event)) {
-            list.push(entry);
-        }
-        let pieces = choice.reply.push(&event.text);
-        choice.add(pieces);
-        if let Some(finish) = &event.finish {
-            choice.finish = finish_reason(&finish.reason)?;
-            self.stats = self.stats.or(Some(finish.stats));
-        }
-        Ok(())
-    }
-
-    fn body(&mut self) -> Value {
-        let choices = self.choices.iter_mut().enumerate().map(|(i, choice)| choice.value(i)).collect();
-        let mut body = self.header.with(choices);
-        body["usage"] = self.usage.value();
-        if let Some(logprobs) = self.prompt_logprobs.take() {
-            body["prompt_logprobs"] = logprobs;
-        }
-        if let Some(stats) = &self.stats {
-            body["timings"] = timings(stats);
-        }
-        body
-    }
-}
-
-/// An entry of `logprobs.content`. A token that ends the answer is no part of it.
-fn entry(tokens: &Tokens, event: &Event) -> Option<Value> {
-    Some(logprobs::chat_entry(tokens.tokenizer(), tokens.shown(event)?, event.logprobs.as_ref()?))
-}
-
-/// One of the answers, as it comes.
-struct Piecewise {
-    reply: Reply,
-    has_begun: bool,
-}
-
-struct Chunks {
-    header: Header,
-    tokens: Tokens,
-    choices: Vec<Piecewise>,
-    usage: Usage,
-    options: StreamOptions,
-    /// Answers that have not ended.
-    left: usize,
-    stats: Option<Stats>,
-}
-
-impl Chunks {
-    fn chunk(&self, index: usize, delta: Value, logprobs: Option<Value>, finish: Option<&str>) -> Value {
-        let logprobs = logprobs.map(|entry| json!({ "content": [entry], "refusal": null }));
-        let choice = json!({ "index": index, "delta": delta, "logprobs": logprobs, "finish_reason": finish });
-        let mut chunk = self.header.with(vec![choice]);
-        if self.options.continuous_usage {
-            chunk["usage"] = self.usage.value();
-        }
-        chunk
-    }
-}
-
-impl Stream for Chunks {
-    fn take(&mut self, _: usize, event: &Event, chunks: &mut Vec<Value>) -> Result<(), ApiError> {
-        self.usage.take(event);
-        let Some(choice) = self.choices.get_mut(event.sample) else { return Ok(()) };
-        let mut deltas = Vec::new();
-        for piece in choice.reply.push(&event.text) {
-            match piece {
-                Piece::Content(text) => deltas.push(json!({ "content": text })),
-            }
-        }
-        let mut entry = entry(&self.tokens, event);
-        // One chunk a token, whether or not its text is final: clients measure by chunks. An end token is none.
-        if deltas.is_empty() && self.tokens.shown(event).is_some() {
-            deltas.push(json!({ "content": "" }));
-        }
-        // The role comes with the first token, so that a client's time to it is what it says.
-        if !choice.has_begun && (!deltas.is_empty() || event.finish.is_some()) {
-            choice.has_begun = true;
-            if deltas.is_empty() {
-                deltas.push(json!({ "content": "" }));
-            }
-            let mut first = Map::from_iter([("role".to_owned(), json!("assistant"))]);
-            first.extend(deltas[0].as_object().cloned().unwrap_or_default());
-            deltas[0] = Value::Object(first);
-        }
-        for delta in deltas {
-            chunks.push(self.chunk(event.sample, delta, entry.take(), None));
-        }
-        if let Some(finish) = &event.finish {
-            let reason = finish_reason(&finish.reason)?;
-            self.stats = self.stats.or(Some(finish.stats));
-            self.left = self.left.saturating_sub(1);
-            let mut chunk = self.chunk(event.sample, json!({}), None, Some(reason));
-            if let (0, Some(stats)) = (self.left, &self.stats) {
-                chunk["timings"] = timings(stats);
-            }
-            chunks.push(chunk);
-        }
-        Ok(())
-    }
-
-    fn end(&mut self, chunks: &mut Vec<Value>) {
-        if self.options.include_usage {
-            let mut chunk = self.header.with(Vec::new());
-            chunk["usage"] = self.usage.value();
-            if let Some(stats) = &self.stats {
-                chunk["timings"] = timings(stats);
-            }
-            chunks.push(chunk);
-        }
-    }
 }

@@ -104,11 +104,6 @@ impl CompletionRequest {
         if fields.string("suffix")?.is_some_and(|suffix| !suffix.is_empty()) {
             return Err(ApiError::invalid("suffix", "not supported: only what comes before can be given"));
         }
-        for field in ["response_format", "grammar"] {
-            if fields.get(field).is_some_and(|value| value["type"] != "text") {
-                return Err(ApiError::invalid(field, "not supported"));
-            }
-        }
         let logprobs = fields.integer("logprobs", 0..=MAX_LOGPROBS)?.map(|n| n as usize);
         let model = fields.string("model")?.map(str::to_owned);
         Ok(CompletionRequest { model, prompts, generation, logprobs, echo, best_of })

@@ -103,6 +103,11 @@ impl ApiError {
             E::Text { source, .. } => ApiError::invalid(param, source),
             E::NoTemplate { .. } => ApiError::invalid(param, "the model has no chat template: use /v1/completions"),
             E::NoTokenizer { .. } => ApiError::invalid(param, "the model has no tokenizer: only token ids can be used"),
+            E::Schema { .. } => ApiError::invalid(param, error).code("unsupported_schema"),
+            E::Grammar { .. } => ApiError::invalid(param, error).code("invalid_grammar"),
+            E::Sample(e @ puna::sampler::SampleError::NothingAllowed { .. }) => {
+                ApiError::new(Kind::Invalid, e.to_string())
+            }
             E::EmptyPrompt | E::EmptyText | E::TokenId { .. } | E::Samples { .. } => ApiError::invalid(param, error),
             E::Embedding { what, .. } => ApiError::new(Kind::Invalid, format!("the model cannot embed: {what}")),
             E::Model(e @ puna_model::Error::NoHead) => ApiError::new(Kind::Invalid, e.to_string()),

@@ -152,7 +152,7 @@ mod tests {
         }
         assert_eq!(
             fields.number("big", 0.0..=2.0).unwrap_err().message,
-            "big: expected a number from 0 to 2, found 1e308"
+            "big: expected a number from 0 to 2, found 1e+308"
         );
         assert_eq!(fields.boolean("b"), Ok(Some(true)));
         assert!(fields.list("o").is_err() && fields.object("l").is_err() && fields.string("n").is_err());

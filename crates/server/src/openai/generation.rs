@@ -1,7 +1,7 @@
 //! What chat and completion requests have in common.
 
 use crate::openai::fields::{expected, integer};
-use crate::openai::{ApiError, Card, Fields};
+use crate::openai::{ApiError, Card, Constraint, Fields};
 use puna::sampler::{LogitBias, PartialSampling};
 use puna::{Request, request::MAX_SAMPLES};
 use serde_json::Value;
@@ -24,6 +24,8 @@ pub struct Generation {
     pub n: usize,
     /// Log-probabilities of the prompt's tokens, and of how many others.
     pub prompt_logprobs: Option<usize>,
+    /// What the answer must be.
+    pub constraint: Option<Constraint>,
     /// `Some` if the answer is to come in pieces.
     pub stream: Option<StreamOptions>,
 }
@@ -71,6 +73,7 @@ impl Generation {
             skip_special: fields.boolean("skip_special_tokens")?.unwrap_or(true),
             n: fields.integer("n", 1..=MAX_SAMPLES as u64)?.unwrap_or(1) as usize,
             prompt_logprobs: prompt_logprobs.map(|n| n as usize),
+            constraint: Constraint::read(fields)?,
             stream: stream.then(|| options.unwrap_or_default()),
         })
     }
@@ -99,6 +102,7 @@ impl Generation {
         request.skip_special = self.skip_special;
         request.n = self.n;
         request.prompt_logprobs = self.prompt_logprobs;
+        request.grammar = self.constraint.as_ref().map(|constraint| constraint.compile(card)).transpose()?;
         Ok(request)
     }
 }

@@ -7,7 +7,9 @@
 
 mod answer;
 pub mod chat;
+mod chat_answer;
 pub mod completions;
+mod constraint;
 pub mod embeddings;
 mod error;
 mod fields;
@@ -17,9 +19,11 @@ mod messages;
 mod model;
 mod reply;
 pub mod tokens;
+mod tool_text;
 
 pub(crate) use answer::unique;
 pub use answer::{Answer, Assemble, Job, Stream, Usage};
+pub use constraint::Constraint;
 pub use error::{ApiError, Kind};
 pub use fields::Fields;
 pub use generation::{Generation, StreamOptions};

@@ -1,26 +1,135 @@
-//! What an answer's text says: to whom, and which tools it calls.
+//! How the answers of a model are taken apart.
 
-/// A piece of an answer.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub(crate) enum Piece {
-    /// For the reader.
-    Content(String),
+use crate::openai::chat::ToolChoice;
+use crate::openai::{ApiError, Card};
+use puna::{Grammar, ToolGrammar};
+use puna_text::reply::CallStyle;
+use puna_text::{Delta, ReplyFormat, ReplyOptions, ReplyParser};
+use serde_json::{Value, json};
+
+/// How calls are written where a template knows of none: the form that most models have seen.
+const FALLBACK: &str = "hermes";
+
+/// What all answers to a request have in common.
+#[derive(Clone, Debug)]
+pub(crate) struct Replies {
+    format: &'static ReplyFormat,
+    tools: Vec<Value>,
+    in_reasoning: bool,
 }
 
-/// Reads an answer as it comes.
-#[derive(Debug, Default)]
-pub(crate) enum Reply {
-    /// All of it is for the reader.
-    #[default]
-    Plain,
-}
-
-impl Reply {
-    /// What the next piece of text makes.
-    pub fn push(&mut self, text: &str) -> Vec<Piece> {
-        match self {
-            Reply::Plain if text.is_empty() => Vec::new(),
-            Reply::Plain => vec![Piece::Content(text.to_owned())],
+impl Replies {
+    /// For answers to a prompt. Without `tools` no calls are looked for. An answer that has a form of its own
+    /// (`is_constrained`) is all text.
+    pub fn new(card: &Card, tools: &[Value], prompt: &[u32], is_constrained: bool) -> Replies {
+        let by_name = |name| ReplyFormat::by_name(name).unwrap_or(ReplyFormat::of_template(""));
+        let mut format = ReplyFormat::of_template(card.chat.template().unwrap_or_default());
+        if is_constrained {
+            format = by_name("plain");
+        } else if !tools.is_empty() && format.calls == CallStyle::None && format.think.is_none() {
+            format = by_name(FALLBACK);
         }
+        // What a template opens is at the prompt's end.
+        let tail = &prompt[prompt.len().saturating_sub(16)..];
+        let tail = card.chat.tokenizer().map(|t| t.decode(tail)).unwrap_or_default();
+        Replies { format, tools: tools.to_vec(), in_reasoning: format.begins_in_reasoning(&tail) }
+    }
+
+    /// Control tokens whose text a parser looks for.
+    pub fn markers(&self) -> Vec<String> {
+        self.format.markers().into_iter().map(str::to_owned).collect()
+    }
+
+    /// What keeps an answer to calls of tools as `choice` says, with arguments that their schemas allow.
+    ///
+    /// # Errors
+    /// A schema that cannot be enforced; a model whose answers have no calls.
+    pub fn grammar(
+        &self,
+        card: &Card,
+        tools: &[Value],
+        choice: &ToolChoice,
+        parallel: bool,
+    ) -> Result<Grammar, ApiError> {
+        let wanted = match choice {
+            ToolChoice::None | ToolChoice::Auto => puna::ToolChoice::Auto,
+            ToolChoice::Required => puna::ToolChoice::Required,
+            ToolChoice::Named(name) => puna::ToolChoice::Named(name),
+        };
+        let (format, in_reasoning) = (self.format, self.in_reasoning);
+        let grammar = ToolGrammar { format, tools, choice: wanted, parallel, in_reasoning };
+        let result = card.chat.grammars().and_then(|grammars| grammars.tools(&grammar));
+        result.map_err(|e| ApiError::of_engine("tools", &e))
+    }
+
+    /// A parser for one answer; `seed` is another for each.
+    pub fn parser(&self, seed: u64) -> ReplyParser {
+        let options = ReplyOptions { tools: &self.tools, in_reasoning: self.in_reasoning, seed };
+        ReplyParser::new(self.format, &options)
+    }
+}
+
+/// The `delta` of a piece.
+pub(crate) fn delta(piece: Delta) -> Value {
+    match piece {
+        Delta::Content(text) => json!({ "content": text }),
+        Delta::Reasoning(text) => json!({ "reasoning_content": text }),
+        Delta::Call(call) => {
+            let function = match &call.begin {
+                Some(begin) => json!({ "name": begin.name, "arguments": call.arguments }),
+                None => json!({ "arguments": call.arguments }),
+            };
+            let mut value = json!({ "index": call.index, "function": function });
+            // Clients join what comes twice: these come once.
+            if let Some(begin) = call.begin {
+                value["id"] = json!(begin.id);
+                value["type"] = json!("function");
+            }
+            json!({ "tool_calls": [value] })
+        }
+    }
+}
+
+/// The `message` of an answer, from its pieces.
+#[derive(Clone, Debug, Default)]
+pub(crate) struct Message {
+    content: String,
+    reasoning: String,
+    calls: Vec<(String, String, String)>,
+}
+
+impl Message {
+    /// Adds pieces.
+    pub fn add(&mut self, pieces: Vec<Delta>) {
+        for piece in pieces {
+            match piece {
+                Delta::Content(text) => self.content.push_str(&text),
+                Delta::Reasoning(text) => self.reasoning.push_str(&text),
+                Delta::Call(call) => {
+                    if let Some(begin) = call.begin {
+                        self.calls.push((begin.id, begin.name, String::new()));
+                    }
+                    if let Some((_, _, arguments)) = self.calls.get_mut(call.index) {
+                        arguments.push_str(&call.arguments);
+                    }
+                }
+            }
+        }
+    }
+
+    /// As the interface has it: the content is null where there are only calls.
+    pub fn value(&self) -> Value {
+        // White space between calls is nothing that was said.
+        let has_content = !self.content.trim().is_empty() || self.calls.is_empty();
+        let content = has_content.then_some(&self.content);
+        let mut value = json!({ "role": "assistant", "content": content, "refusal": null });
+        if !self.reasoning.is_empty() {
+            value["reasoning_content"] = json!(self.reasoning);
+        }
+        if !self.calls.is_empty() {
+            let call = |(id, name, arguments): &(String, String, String)| json!({ "id": id, "type": "function", "function": { "name": name, "arguments": arguments } });
+            value["tool_calls"] = self.calls.iter().map(call).collect();
+        }
+        value
     }
 }

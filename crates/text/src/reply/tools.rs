@@ -6,6 +6,8 @@ use std::collections::HashMap;
 
 /// Deepest nesting of a schema that is looked into.
 const MAX_DEPTH: usize = 16;
+/// Most schemas that are looked into for one parameter: references can lead anywhere, again and again.
+const MAX_SCHEMAS: usize = 1000;
 
 /// Kinds of JSON values, as a set.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -24,7 +26,7 @@ impl Kinds {
     /// The kinds of values that `schema` allows, as far as its keywords about kinds say; `root` is where its references
     /// lead.
     pub fn of(schema: &Value, root: &Value) -> Kinds {
-        of_schema(schema, root, MAX_DEPTH)
+        Look { root, left: MAX_SCHEMAS }.schema(schema, MAX_DEPTH)
     }
 
     /// Whether only strings are allowed: these are written as they are.
@@ -68,29 +70,42 @@ impl Kinds {
     }
 }
 
-fn of_schema(schema: &Value, root: &Value, depth: usize) -> Kinds {
-    let (Some(depth), Value::Object(schema)) = (depth.checked_sub(1), schema) else { return Kinds::ALL };
-    let any = |values: &[Value], f: &dyn Fn(&Value) -> Kinds| values.iter().map(f).fold(Kinds::NONE, Kinds::or);
-    let mut kinds = Kinds::ALL;
-    for (keyword, value) in schema {
-        let here = match (keyword.as_str(), value) {
+/// A look into a schema. Where it ends, anything may be.
+struct Look<'a> {
+    root: &'a Value,
+    left: usize,
+}
+
+impl Look<'_> {
+    fn schema(&mut self, schema: &Value, depth: usize) -> Kinds {
+        let (Some(left), Some(depth), Value::Object(schema)) = (self.left.checked_sub(1), depth.checked_sub(1), schema)
+        else {
+            return Kinds::ALL;
+        };
+        self.left = left;
+        schema.iter().fold(Kinds::ALL, |kinds, (keyword, value)| kinds.and(self.keyword(keyword, value, depth)))
+    }
+
+    fn keyword(&mut self, keyword: &str, value: &Value, depth: usize) -> Kinds {
+        let any = |kinds: &mut dyn Iterator<Item = Kinds>| kinds.fold(Kinds::NONE, Kinds::or);
+        match (keyword, value) {
             ("type", Value::String(name)) => Kinds::of_name(name),
-            ("type", Value::Array(names)) => any(names, &|name| Kinds::of_name(name.as_str().unwrap_or_default())),
+            ("type", Value::Array(names)) => {
+                any(&mut names.iter().map(|name| Kinds::of_name(name.as_str().unwrap_or_default())))
+            }
             ("const", value) => Kinds::of_value(value),
-            ("enum", Value::Array(values)) => any(values, &Kinds::of_value),
-            ("anyOf" | "oneOf", Value::Array(schemas)) => any(schemas, &|schema| of_schema(schema, root, depth)),
+            ("enum", Value::Array(values)) => any(&mut values.iter().map(Kinds::of_value)),
+            ("anyOf" | "oneOf", Value::Array(schemas)) => any(&mut schemas.iter().map(|one| self.schema(one, depth))),
             ("allOf", Value::Array(schemas)) => {
-                schemas.iter().fold(Kinds::ALL, |kinds, schema| kinds.and(of_schema(schema, root, depth)))
+                schemas.iter().fold(Kinds::ALL, |kinds, one| kinds.and(self.schema(one, depth)))
             }
             ("$ref", Value::String(path)) => {
-                let target = path.strip_prefix('#').and_then(|pointer| root.pointer(pointer));
-                target.map_or(Kinds::ALL, |target| of_schema(target, root, depth))
+                let target = path.strip_prefix('#').and_then(|pointer| self.root.pointer(pointer));
+                target.map_or(Kinds::ALL, |target| self.schema(target, depth))
             }
             _ => Kinds::ALL,
-        };
-        kinds = kinds.and(here);
+        }
     }
-    kinds
 }
 
 /// The tools that there are.

@@ -1,0 +1,103 @@
+//! `puna serve` as a program: where it listens, what it answers, how it ends.
+
+#![allow(clippy::unwrap_used)]
+#![cfg(unix)]
+
+use std::io::{BufRead, BufReader, Read, Write};
+use std::net::TcpStream;
+use std::path::PathBuf;
+use std::process::{Child, Command, Stdio};
+use std::time::{Duration, Instant};
+
+fn model() -> PathBuf {
+    PathBuf::from(env!("CARGO_MANIFEST_DIR")).join("../../testdata/models/qwen3-qknorm/model-f32.gguf")
+}
+
+/// A running program, which does not outlive the test.
+struct Program {
+    child: Child,
+    address: String,
+}
+
+impl Program {
+    fn start(arguments: &[&str]) -> Program {
+        let mut child = Command::new(env!("CARGO_BIN_EXE_puna"))
+            .arg("serve")
+            .arg(model())
+            .args(["--port", "0", "--threads", "1", "--ctx", "256"])
+            .args(arguments)
+            .env("PUNA_API_KEYS", "one,two")
+            .stdout(Stdio::piped())
+            .stderr(Stdio::piped())
+            .spawn()
+            .unwrap();
+        let mut line = String::new();
+        BufReader::new(child.stdout.as_mut().unwrap()).read_line(&mut line).unwrap();
+        let address = line.trim().strip_prefix("http://").unwrap().to_owned();
+        Program { child, address }
+    }
+
+    fn ask(&self, head: &str, body: &str) -> String {
+        let mut stream = TcpStream::connect(&self.address).unwrap();
+        let length = body.len();
+        write!(stream, "{head} HTTP/1.1\r\nhost: x\r\nconnection: close\r\nauthorization: Bearer two\r\n").unwrap();
+        write!(stream, "content-length: {length}\r\n\r\n{body}").unwrap();
+        let mut reply = String::new();
+        stream.read_to_string(&mut reply).unwrap();
+        reply
+    }
+}
+
+impl Drop for Program {
+    fn drop(&mut self) {
+        // It may have ended.
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+    }
+}
+
+#[test]
+fn it_answers_and_ends_when_told() {
+    let mut program = Program::start(&["--log-format", "json", "--alias", "other=model-f32"]);
+    assert!(program.address.starts_with("127.0.0.1:"));
+    let start = Instant::now();
+    while !program.ask("GET /health", "").starts_with("HTTP/1.1 200") {
+        assert!(start.elapsed() < Duration::from_secs(60));
+        std::thread::sleep(Duration::from_millis(10));
+    }
+    let body = r#"{"model": "other", "messages": [{"role": "user", "content": "a secret"}], "max_tokens": 3}"#;
+    let reply = program.ask("POST /v1/chat/completions", body);
+    assert!(reply.starts_with("HTTP/1.1 200") && reply.contains("\"chat.completion\""), "{reply}");
+    let id = program.child.id().to_string();
+    assert!(Command::new("kill").args(["-TERM", &id]).status().unwrap().success());
+    assert!(program.child.wait().unwrap().success());
+    let mut log = String::new();
+    program.child.stderr.take().unwrap().read_to_string(&mut log).unwrap();
+    let lines: Vec<serde_json::Value> = log.lines().map(|line| serde_json::from_str(line).unwrap()).collect();
+    let response = lines.iter().find(|line| line["path"] == "/v1/chat/completions").unwrap();
+    assert_eq!((&response["status"], &response["level"]), (&serde_json::json!(200), &serde_json::json!("INFO")));
+    assert!(!log.contains("a secret"));
+}
+
+#[test]
+fn what_cannot_be_served_is_one_line() {
+    let run = |arguments: &[&str]| {
+        let output = Command::new(env!("CARGO_BIN_EXE_puna"))
+            .args(["serve", "--log-level", "off", "--port", "0"])
+            .args(arguments)
+            .output()
+            .unwrap();
+        (output.status.code(), String::from_utf8(output.stderr).unwrap())
+    };
+    for (arguments, word) in [
+        (vec!["/no/such/model.gguf"], "/no/such/model.gguf"),
+        (vec!["/no/such/model.gguf", "--alias", "a=b"], "\"b\" is no loaded model"),
+        (vec!["/no/such/model.gguf", "--api-key-file", "/no/such/keys"], "/no/such/keys"),
+        (vec!["/no/such/model.gguf", "--cors", "example"], "no origin"),
+    ] {
+        let (code, error) = run(&arguments);
+        assert_eq!(code, Some(1), "{error}");
+        assert!(error.starts_with("puna: ") && error.contains(word) && error.lines().count() == 1, "{error}");
+    }
+    assert_eq!(run(&[]).0, Some(2));
+}

@@ -1,0 +1,150 @@
+//! Answers of a form: JSON of a schema, grammars, calls of tools; and reasoning in a field of its own.
+
+#![allow(clippy::unwrap_used)]
+
+mod support;
+
+use serde_json::{Value, json};
+use support::{Running, chat, with};
+
+const PATH: &str = "/v1/chat/completions";
+
+fn tool(name: &str) -> Value {
+    let parameters = json!({
+        "type": "object", "required": ["city", "days"], "additionalProperties": false,
+        "properties": { "city": { "enum": ["Puno", "Cusco"] }, "days": { "type": "integer", "minimum": 1, "maximum": 9 } },
+    });
+    json!({ "type": "function", "function": { "name": name, "description": "Tells the weather", "parameters": parameters } })
+}
+
+fn with_tools(choice: Value) -> Value {
+    json!({
+        "tools": [tool("weather"), tool("climate")], "tool_choice": choice, "max_tokens": 200, "ignore_eos": false,
+        "temperature": 1, "seed": 5,
+    })
+}
+
+fn check_call(call: &Value, names: &[&str]) {
+    assert_eq!(call["type"], "function");
+    assert!(call["id"].as_str().is_some_and(|id| !id.is_empty()));
+    assert!(names.contains(&call["function"]["name"].as_str().unwrap()), "{call}");
+    let arguments: Value = serde_json::from_str(call["function"]["arguments"].as_str().unwrap()).unwrap();
+    assert!(["Puno", "Cusco"].contains(&arguments["city"].as_str().unwrap()));
+    assert!((1..=9).contains(&arguments["days"].as_i64().unwrap()));
+}
+
+#[test]
+fn tools_are_called_when_they_must_be() {
+    let server = Running::start(support::options(1024));
+    for (choice, names) in [
+        (json!("required"), vec!["weather", "climate"]),
+        (json!({ "type": "function", "function": { "name": "climate" } }), vec!["climate"]),
+    ] {
+        let fields = with(with_tools(choice), json!({ "parallel_tool_calls": false }));
+        let body = server.chat(fields.clone());
+        let choice = &body["choices"][0];
+        assert_eq!(choice["finish_reason"], "tool_calls", "{choice}");
+        assert!(choice["message"]["content"].is_null(), "{choice}");
+        let calls = choice["message"]["tool_calls"].as_array().unwrap();
+        assert_eq!(calls.len(), 1);
+        check_call(&calls[0], &names);
+        // A stream tells the same in pieces: what identifies a call comes once, arguments are fragments of a string.
+        let chunks = server.post(PATH, &chat(with(fields, json!({ "stream": true })))).events();
+        let (mut name, mut arguments, mut ids) = (String::new(), String::new(), 0);
+        for chunk in &chunks {
+            for call in chunk["choices"][0]["delta"]["tool_calls"].as_array().into_iter().flatten() {
+                assert_eq!(call["index"], 0);
+                assert!(call["function"].is_object());
+                name += call["function"]["name"].as_str().unwrap_or("");
+                arguments += call["function"]["arguments"].as_str().unwrap();
+                ids += usize::from(call["id"].is_string());
+            }
+        }
+        assert_eq!(ids, 1);
+        assert_eq!(name, calls[0]["function"]["name"].as_str().unwrap());
+        assert_eq!(arguments, calls[0]["function"]["arguments"].as_str().unwrap());
+        let last = &chunks.last().unwrap()["choices"][0];
+        assert_eq!((&last["delta"], &last["finish_reason"]), (&json!({}), &json!("tool_calls")));
+    }
+}
+
+#[test]
+fn tools_are_not_called_when_they_must_not_be() {
+    let server = Running::start(support::options(1024));
+    let with_none = with(with_tools(json!("none")), json!({ "max_tokens": 8, "ignore_eos": true }));
+    let without = with(with_none.clone(), json!({ "tools": null, "tool_choice": null }));
+    assert_eq!(server.chat(with_none)["choices"], server.chat(without)["choices"]);
+    // Free to choose, a model that knows nothing says something.
+    let body = server.chat(with(with_tools(json!("auto")), json!({ "max_tokens": 8, "temperature": 0 })));
+    assert!(body["choices"][0]["message"]["content"].is_string());
+}
+
+#[test]
+fn answers_are_json_of_a_schema() {
+    let server = Running::start(support::options(1024));
+    let schema = json!({
+        "type": "object", "required": ["ok", "names"], "additionalProperties": false,
+        "properties": { "ok": { "type": "boolean" }, "names": { "type": "array", "items": { "enum": ["a", "b"] }, "maxItems": 3 } },
+    });
+    let format = json!({ "type": "json_schema", "json_schema": { "name": "x", "strict": true, "schema": schema } });
+    for seed in 0..4 {
+        let fields = json!({
+            "response_format": format, "temperature": 1, "seed": seed, "max_tokens": 300, "ignore_eos": false,
+        });
+        let body = server.chat(fields.clone());
+        assert_eq!(body["choices"][0]["finish_reason"], "stop");
+        let text = body["choices"][0]["message"]["content"].as_str().unwrap();
+        let value: Value = serde_json::from_str(text).unwrap();
+        assert!(value["ok"].is_boolean() && value["names"].as_array().unwrap().len() <= 3);
+        let chunks = server.post(PATH, &chat(with(fields, json!({ "stream": true })))).events();
+        let streamed: String = chunks.iter().filter_map(|c| c["choices"][0]["delta"]["content"].as_str()).collect();
+        assert_eq!(streamed, text);
+    }
+    // The same of a completion.
+    let fields = json!({ "response_format": format, "max_tokens": 300, "temperature": 0 });
+    let text = server.complete(fields)["choices"][0]["text"].as_str().unwrap().to_owned();
+    assert!(serde_json::from_str::<Value>(&text).unwrap()["ok"].is_boolean());
+}
+
+#[test]
+fn answers_are_of_a_grammar() {
+    let server = Running::start(support::options(1024));
+    for grammar in [
+        json!("start: (\"yes\" | \"no\") \"!\""),
+        json!({ "syntax": "lark", "definition": "start: (\"yes\" | \"no\") \"!\"" }),
+        json!({ "syntax": "regex", "definition": "(yes|no)!" }),
+    ] {
+        let body = server.chat(json!({ "grammar": grammar, "max_tokens": 50, "ignore_eos": false }));
+        let text = body["choices"][0]["message"]["content"].as_str().unwrap();
+        assert!(["yes!", "no!"].contains(&text), "{text}");
+        assert_eq!(body["choices"][0]["finish_reason"], "stop");
+    }
+}
+
+#[test]
+fn what_cannot_be_enforced_is_refused_by_name() {
+    let server = Running::start(support::options(1024));
+    let schema = |schema: Value| json!({ "response_format": { "type": "json_schema", "json_schema": { "name": "x", "schema": schema } } });
+    let broken = json!({ "type": "object", "properties": { "a": { "type": "no such type" } } });
+    let mut bad_tool = with_tools(json!("required"));
+    bad_tool["tools"][1]["function"]["parameters"] = broken.clone();
+    for (fields, param) in [
+        (schema(broken), "response_format.json_schema.schema"),
+        (schema(json!(5)), "response_format.json_schema.schema"),
+        (json!({ "response_format": { "type": "xml" } }), "response_format.type"),
+        (json!({ "response_format": {} }), "response_format.type"),
+        (json!({ "response_format": 1 }), "response_format"),
+        (json!({ "grammar": 1 }), "grammar"),
+        (json!({ "grammar": "start: (" }), "grammar"),
+        (json!({ "grammar": { "syntax": "ebnf", "definition": "x" } }), "grammar.syntax"),
+        (json!({ "grammar": { "syntax": "regex", "definition": "(" } }), "grammar"),
+        (json!({ "grammar": "start: \"x\"", "response_format": { "type": "json_object" } }), "grammar"),
+        (with(with_tools(json!("auto")), json!({ "response_format": { "type": "json_object" } })), "response_format"),
+        (bad_tool, "tools"),
+        (with_tools(json!({ "type": "function", "function": { "name": "other" } })), "tool_choice.function.name"),
+    ] {
+        let reply = server.post(PATH, &chat(fields.clone()));
+        assert_eq!(reply.status, 400, "{fields}: {}", reply.text());
+        assert_eq!(reply.error()["param"], param, "{fields}: {}", reply.text());
+    }
+}
