@@ -201,7 +201,7 @@ function actions(message, isLast, node) {
 function figures(stats) {
     if (!stats) return [];
     const { rate, first, tokens } = stats;
-    return [`${tokens} tokens`, rate && `${rate.toFixed(1)} tokens/s`, `first token after ${first.toFixed(2)} s`];
+    return [`${tokens} token${tokens === 1 ? "" : "s"}`, rate && `${rate.toFixed(1)} tokens/s`, `first token after ${first.toFixed(2)} s`];
 }
 
 function showSpeed(stats) {
