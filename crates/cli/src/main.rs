@@ -2,6 +2,7 @@
 
 #![forbid(unsafe_code)]
 
+mod batch;
 mod bench;
 mod chat;
 mod convert;
@@ -30,6 +31,8 @@ struct Cli {
 
 #[derive(Subcommand)]
 enum Command {
+    /// Answer many questions from a file, as OpenAI's batches have them
+    Batch(batch::BatchArgs),
     /// Measure the speed of prompts, generation and batches
     Bench(bench::BenchArgs),
     /// Write a model as one GGUF file: from a Hugging Face folder, or from GGUF files in parts or of another type
@@ -56,6 +59,7 @@ enum Command {
 
 fn main() -> ExitCode {
     let result = match Cli::parse().command {
+        Command::Batch(args) => batch::run(&args),
         Command::Bench(args) => bench::run(&args),
         Command::Convert(args) => convert::run(&args),
         Command::Detokenize(args) => tokenize::detokenize(&args),

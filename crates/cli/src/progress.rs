@@ -22,6 +22,8 @@ pub enum Unit {
     Tokens,
     /// Texts, of which nobody knows how many there will be.
     Texts,
+    /// Bytes of lines, of which a message says more.
+    Lines,
 }
 
 /// Work that is done sooner shows no bar.
@@ -44,6 +46,7 @@ impl Progress {
                 Unit::Bytes => "{msg} [{bar:30}] {bytes} of {total_bytes}, {eta} left",
                 Unit::Tokens => "{msg} [{bar:30}] {pos} of {len} tokens, {per_sec}, {eta} left",
                 Unit::Texts => "{msg}: {pos} texts, {per_sec}",
+                Unit::Lines => "{msg} [{bar:30}] {eta} left",
             };
             let bar = ProgressBar::new(total);
             if let Ok(style) = ProgressStyle::with_template(template) {
@@ -53,6 +56,13 @@ impl Progress {
         });
         bar.set_length(total);
         bar.set_position(done);
+    }
+
+    /// Says something else than what the work is, if anything is shown.
+    pub fn say(&mut self, message: impl FnOnce() -> String) {
+        if let Some(bar) = &self.bar {
+            bar.set_message(message());
+        }
     }
 
     /// The work is done: the bar disappears.

@@ -74,7 +74,7 @@ function sentence(status, error, wait) {
         case 413:
             return "The conversation is larger than the server accepts.";
         case 429:
-            return `The server is busy. ${Number(wait) > 0 ? `It asks to try again in ${wait} s.` : "Try again in a moment."}`;
+            return `The server is busy. Try again in ${Number(wait) > 0 ? `${wait} s` : "a moment"}.`;
         case 503:
             return "The server is still loading the model, or is about to stop. Try again in a moment.";
         default:

@@ -6,7 +6,11 @@ import { watch } from "./live.js";
 import { copyText, element, render } from "./markdown.js";
 
 const $ = (id) => document.getElementById(id);
-const EXAMPLES = ["Explain photosynthesis to a child.", "Write a haiku about mountains.", "Compare tea and coffee in a table."];
+const EXAMPLES = [
+    "Explain photosynthesis to a child.",
+    "Write a haiku about mountains.",
+    "Compare tea and coffee in a table.",
+];
 
 let chat = store.newChat();
 const answering = new Map(); // conversation's id to what stops its answer
@@ -197,14 +201,15 @@ function actions(message, isLast, node) {
 function figures(stats) {
     if (!stats) return [];
     const { rate, first, tokens } = stats;
-    return [`${tokens} tokens`, rate && `${rate.toFixed(1)} tokens/s`, `first token after ${first.toFixed(2)} s`];
+    return [`${tokens} token${tokens === 1 ? "" : "s"}`, rate && `${rate.toFixed(1)} tokens/s`, `first token after ${first.toFixed(2)} s`];
 }
 
 function showSpeed(stats) {
     $("speed").textContent = stats?.rate ? `${stats.rate.toFixed(1)} tokens/s` : "";
     const most = Number($("model").selectedOptions[0]?.dataset.length);
     const used = stats?.prompt ? stats.prompt + stats.tokens : 0;
-    $("context").textContent = used ? `${used.toLocaleString("en")}${most ? ` of ${most.toLocaleString("en")}` : ""} tokens.` : "";
+    const of = most ? ` of ${most.toLocaleString("en")}` : "";
+    $("context").textContent = used ? `${used.toLocaleString("en")}${of} tokens.` : "";
 }
 
 function edit(message, node) {

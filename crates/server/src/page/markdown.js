@@ -49,22 +49,28 @@ function fence(lines, at) {
     if (!open) return null;
     const indent = lines[at].search(/\S/);
     let end = at + 1;
-    const closes = (text) => text.trim().startsWith(open[1]) && !text.trim().slice(open[1].length).replaceAll(open[1][0], "");
-    while (end < lines.length && !closes(lines[end])) end++;
+    const [marks, mark] = [open[1], open[1][0]];
+    const closes = (text) => text.startsWith(marks) && !text.replaceAll(mark, "");
+    while (end < lines.length && !closes(lines[end].trim())) end++;
     const body = lines.slice(at + 1, end).map((text) => text.slice(Math.min(indent, text.search(/\S|$/))));
-    return [{ kind: "code", language: open[2].trim().split(/\s/)[0], text: body.join("\n") }, Math.min(end + 1, lines.length)];
+    const language = open[2].trim().split(/\s/)[0];
+    return [{ kind: "code", language, text: body.join("\n") }, Math.min(end + 1, lines.length)];
 }
 
 function line(lines, at) {
     const heading = HEADING.exec(lines[at]);
-    if (heading) return [{ kind: "heading", level: heading[1].length, text: heading[2].trim().replace(/ #+$/, "") }, at + 1];
+    if (heading) {
+        const [, marks, text] = heading;
+        return [{ kind: "heading", level: marks.length, text: text.trim().replace(/ #+$/, "") }, at + 1];
+    }
     return RULE.test(lines[at]) ? [{ kind: "rule" }, at + 1] : null;
 }
 
 function quote(lines, at) {
     let end = at;
     while (end < lines.length && QUOTE.test(lines[end])) end++;
-    return end > at ? [{ kind: "quote", lines: lines.slice(at, end).map((text) => text.replace(QUOTE, "")) }, end] : null;
+    if (end === at) return null;
+    return [{ kind: "quote", lines: lines.slice(at, end).map((text) => text.replace(QUOTE, "")) }, end];
 }
 
 function list(lines, at) {
@@ -100,7 +106,8 @@ function table(lines, at) {
     const delimiters = lines[at + 1] ?? "";
     if (!lines[at].includes("|") || !delimiters.includes("|")) return null;
     if (!cells(delimiters).every((cell) => /^:?-+:?$/.test(cell))) return null;
-    const align = cells(delimiters).map((cell) => (cell.endsWith(":") ? (cell.startsWith(":") ? "center" : "right") : ""));
+    const side = (cell) => (!cell.endsWith(":") ? "" : cell.startsWith(":") ? "center" : "right");
+    const align = cells(delimiters).map(side);
     const head = cells(lines[at]);
     if (head.length !== align.length) return null;
     let end = at + 2;
@@ -193,6 +200,8 @@ function tableOf({ align, head, rows }) {
 // Text within a block
 
 const MARKS = { "**": "strong", __: "strong", "*": "em", _: "em", "~~": "del" };
+// In parentheses: an address, which may have pairs of parentheses itself, and perhaps a title.
+const TARGET = /^\(\s*<?([^\s()<>]*(?:\([^\s()<>]*\)[^\s()<>]*)*)>?(?:\s+"[^"]*")?\s*\)/;
 const SPECIAL = /[\\`*_~[!\n]|https?:\/\//g;
 
 function inline(text, depth = 0) {
@@ -251,7 +260,7 @@ function link(text, at, depth) {
     const middle = near.indexOf("](");
     const label = near.slice(0, middle);
     if (middle < 0 || label.includes("[")) return null;
-    const target = /^\(\s*<?([^\s()<>]*(?:\([^\s()<>]*\)[^\s()<>]*)*)>?(?:\s+"[^"]*")?\s*\)/.exec(near.slice(middle + 1));
+    const target = TARGET.exec(near.slice(middle + 1));
     if (!target) return null;
     const end = open + 1 + middle + 1 + target[0].length;
     // Pictures are not fetched: the page asks nobody but its own server.
