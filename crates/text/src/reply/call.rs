@@ -37,6 +37,11 @@ impl Call<'_> {
         self.has_begun
     }
 
+    /// Whether nothing is known of it that was not before.
+    pub fn is_silent(&self) -> bool {
+        self.name.is_none() && self.arguments.is_empty()
+    }
+
     /// From here on it is a call of this name.
     pub fn begin(&mut self, name: &str) {
         if !self.has_begun {

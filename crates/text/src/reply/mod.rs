@@ -104,7 +104,7 @@ struct InCall {
     machine: Machine,
     is_announced: bool,
     has_begun: bool,
-    /// What is text if this is no call.
+    /// What is text if this is no call: what has come since its last piece.
     raw: String,
 }
 
@@ -148,10 +148,14 @@ impl ReplyParser {
             State::Expect(expect) if expect.is_fresh => self.refeed(&(expect.raw + &expect.partial)),
             State::Expect(expect) => self.text(&(expect.raw + &expect.partial)),
             State::Reasoning(mut hold) => hold.finish(&mut |text| add(&mut self.out, text, Delta::Reasoning)),
-            State::Call(mut call) if call.has_begun => {
-                self.with_call(&mut call, |machine, call| machine.finish(call));
+            State::Call(mut call) => {
+                if call.has_begun {
+                    self.with_call(&mut call, |machine, call| machine.finish(call));
+                }
+                if !(call.has_begun && call.raw.trim().is_empty()) {
+                    self.text(&call.raw);
+                }
             }
-            State::Call(call) => self.text(&call.raw),
             State::Content => {}
         }
         self.content.finish(&mut |text| add(&mut self.out, text, Delta::Content));
@@ -259,21 +263,18 @@ impl ReplyParser {
 
     fn feed_call(&mut self, c: char) {
         let State::Call(mut call) = std::mem::replace(&mut self.state, State::Content) else { return };
-        let next = self.with_call(&mut call, |machine, call| machine.feed(c, call));
-        match next {
-            Next::More => {
-                if !call.has_begun {
-                    call.raw.push(c);
-                }
-                self.state = State::Call(call);
-            }
+        let next = self.with_call(&mut call, |machine, call| {
+            let next = machine.feed(c, call);
+            (next, call.is_silent() && next == Next::More)
+        });
+        if next.1 {
+            call.raw.push(c);
+        }
+        match next.0 {
+            Next::More => self.state = State::Call(call),
             Next::Done => self.expect(self.calls.syntax().after, String::new(), true),
             Next::Bad => {
-                let rest = match &mut call.machine {
-                    Machine::Elements(elements) if call.has_begun => elements.take_partial(),
-                    _ => String::new(),
-                };
-                self.text(if call.has_begun { &rest } else { &call.raw });
+                self.text(&call.raw);
                 self.feed(c);
             }
         }
@@ -291,8 +292,10 @@ impl ReplyParser {
         let result = f(machine, &mut call);
         let Call { name, arguments, has_begun: begun, .. } = call;
         *has_begun = begun;
-        if let Some(name) = name {
+        if name.is_some() || !arguments.is_empty() {
             raw.clear();
+        }
+        if let Some(name) = name {
             let begin = Some(CallBegin { id: self.id(), name });
             self.out.push(Delta::Call(CallDelta { index: self.n_calls, begin, arguments }));
             self.n_calls += 1;

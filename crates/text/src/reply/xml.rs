@@ -87,10 +87,14 @@ impl Elements {
 
     /// The text has ended within the call.
     pub fn finish(&mut self, call: &mut Call) {
-        if let ElementsAt::Value { hold, kinds, .. } = &mut self.at
-            && kinds.is_text()
-        {
+        let ElementsAt::Value { hold, kinds, value, .. } = &mut self.at else { return };
+        if kinds.is_text() {
             hold.finish(&mut |text| call.arguments(&escaped(text)));
+        } else {
+            hold.finish(&mut |text| value.push_str(text));
+            if !value.is_empty() {
+                call.arguments(&to_json(value, *kinds));
+            }
         }
     }
 
@@ -122,14 +126,8 @@ impl Elements {
         } else if self.xml.parameter.starts_with(&self.text) || self.xml.end.starts_with(&self.text) {
             Next::More
         } else {
-            self.text.pop();
             Next::Bad
         }
-    }
-
-    /// What has come of a mark that turned out to be none.
-    pub fn take_partial(&mut self) -> String {
-        std::mem::take(&mut self.text)
     }
 
     fn begin_value(&mut self, key: &str, call: &mut Call) {
