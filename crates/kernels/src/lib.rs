@@ -12,6 +12,7 @@ pub mod isa;
 pub mod kv;
 pub mod linear;
 pub mod math;
+mod memory;
 pub mod ops;
 mod pack;
 mod panel;

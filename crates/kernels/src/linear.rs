@@ -5,11 +5,13 @@ use crate::dtype::{Arith, DType, Group};
 use crate::exec::Exec;
 use crate::float_panel::{self, FloatJob};
 use crate::isa::Isa;
+use crate::memory::Memory;
 use crate::pack::{Packing, Segment};
 use crate::panel::{self, Panel, PanelJob, SIDE, WideGroup};
 use crate::pool::SharedMut;
 use crate::simd::LANES;
 use bytes::Bytes;
+use std::alloc::Layout;
 use std::sync::OnceLock;
 
 /// How a format is packed and multiplied; a static beside the format.
@@ -42,7 +44,7 @@ enum Data {
     /// Row after row of blocks.
     Stored(Bytes),
     /// Panel after panel of 16 rows; the last one is filled up with zero rows.
-    Packed(Vec<u8>),
+    Packed(Memory),
 }
 
 /// What a [`Matrix`] is made from.
@@ -75,7 +77,8 @@ impl Matrix {
         let row = |i: usize| &bytes[order.as_ref().map_or(i, |o| o[i] as usize) * row_bytes..][..row_bytes];
         let data = if pack && can_pack(dtype) {
             let panel_bytes = row_bytes * LANES;
-            let mut packed = vec![0u8; rows.div_ceil(LANES) * panel_bytes];
+            let bytes = rows.div_ceil(LANES) * panel_bytes;
+            let mut packed = Memory::zeroed(bytes).unwrap_or_else(|| no_memory(bytes));
             let parts = SharedMut::new(&mut packed);
             exec.pool.for_each(rows.div_ceil(LANES), &|p| {
                 // SAFETY: each panel is one task's.
@@ -143,6 +146,11 @@ impl Matrix {
     fn row_bytes(&self) -> usize {
         self.dtype.row_bytes(self.cols).expect("checked when the matrix was made")
     }
+}
+
+/// What a vector does when memory ends.
+fn no_memory(bytes: usize) -> ! {
+    std::alloc::handle_alloc_error(Layout::array::<u8>(bytes).expect("matrices fit the address space"))
 }
 
 fn can_pack(dtype: DType) -> bool {
