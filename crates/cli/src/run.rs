@@ -6,7 +6,7 @@ use crate::options::{RunOptions, SamplingOptions, print_notices};
 use crate::progress::{Progress, Unit};
 use crate::tokenize::read_text;
 use clap::Args;
-use puna::{Engine, Finish, ModelFiles, Request};
+use puna::{Engine, ExpertStats, Finish, ModelFiles, Request};
 use puna_text::EncodeOptions;
 use serde_json::{Value, json};
 use std::io::{IsTerminal, Write};
@@ -173,6 +173,9 @@ impl<'a> Session<'a> {
             writeln!(std::io::stdout())?;
             eprintln!("{}", summary(&finish));
         }
+        if let Some(stats) = self.engine.expert_stats().filter(|_| !as_json) {
+            eprintln!("{}", experts(&stats));
+        }
         self.print_profile();
         Ok(text)
     }
@@ -191,6 +194,16 @@ impl<'a> Session<'a> {
             "tokens": ids,
             "finish_reason": finish.reason.name(),
             "seed": s.seed,
+            "experts": self.engine.expert_stats().map(|e| json!({
+                "slots": e.slots,
+                "experts": e.experts,
+                "hits": e.hits,
+                "misses": e.misses,
+                "prefetched": e.prefetched,
+                "evictions": e.evictions,
+                "bytes_read": e.bytes_read,
+                "stall_s": e.stall.as_secs_f64(),
+            })),
             "timings": {
                 "load_s": self.loading.as_secs_f64(),
                 "prompt_tokens": s.prompt_tokens,
@@ -203,6 +216,22 @@ impl<'a> Session<'a> {
             },
         })
     }
+}
+
+/// What became of experts that are not all in memory.
+fn experts(e: &ExpertStats) -> String {
+    let wanted = (e.hits + e.misses).max(1);
+    format!(
+        "[experts: {} of {} in memory at once; {:.0} % of {wanted} were there, {} read ahead, {} gave way; \
+         {:.1} MB read, {:.2} s of waiting]",
+        e.slots,
+        e.experts,
+        100.0 * e.hits as f64 / wanted as f64,
+        e.prefetched,
+        e.evictions,
+        e.bytes_read as f64 / 1e6,
+        e.stall.as_secs_f64(),
+    )
 }
 
 fn summary(finish: &Finish) -> String {

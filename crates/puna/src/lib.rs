@@ -39,4 +39,4 @@ pub use pooling::{Declared, Pooling};
 pub use request::{Event, Finish, FinishReason, Logprobs, Request, RequestId, Stats};
 
 pub use puna_kernels::{Isa, KvType, Pool};
-pub use puna_model::{BackendKind, LoadOptions, Prompt, Row};
+pub use puna_model::{BackendKind, ExpertStats, LoadOptions, Prompt, Row};
