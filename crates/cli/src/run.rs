@@ -6,8 +6,8 @@ use crate::options::{RunOptions, SamplingOptions, print_notices};
 use crate::progress::{Progress, Unit};
 use crate::tokenize::read_text;
 use clap::Args;
-use puna::{Engine, ExpertStats, Finish, ModelFiles, Request};
-use puna_text::EncodeOptions;
+use puna::{Engine, ExpertStats, Finish, ModelFiles, Prompt, Request, State};
+use puna_text::{AddBos, EncodeOptions};
 use serde_json::{Value, json};
 use std::io::{IsTerminal, Write};
 use std::path::PathBuf;
@@ -47,6 +47,12 @@ pub struct RunArgs {
     /// Tell how long each kind of operation took
     #[arg(long)]
     profile: bool,
+    /// Go on from where a file says, which --save-state wrote
+    #[arg(long, value_name = "FILE", conflicts_with = "system")]
+    load_state: Option<PathBuf>,
+    /// Write what was said, with its keys and values, to a file at the end
+    #[arg(long, value_name = "FILE")]
+    save_state: Option<PathBuf>,
     #[command(flatten)]
     pub options: RunOptions,
     #[command(flatten)]
@@ -69,13 +75,17 @@ pub fn run(args: &RunArgs) -> Result<(), Error> {
         None => chat::run(&mut session, args.system.as_deref()),
         Some(prompt) => {
             session.catch_interrupts()?;
-            let ids = if args.raw {
-                session.encode(&prompt)?
-            } else {
-                session.encode_chat(args.system.as_deref(), &prompt)?
-            };
-            session.answer(ids)?;
-            Ok(())
+            if args.raw {
+                let ids = session.encode(&prompt)?;
+                session.answer(ids)?;
+                return session.save(&[]);
+            }
+            let mut messages = session.first_messages(args.system.as_deref());
+            messages.push(json!({ "role": "user", "content": prompt }));
+            let ids = session.encode_messages(&messages)?;
+            let answer = session.answer(ids)?;
+            messages.push(json!({ "role": "assistant", "content": answer }));
+            session.save(&messages)
         }
     }
 }
@@ -86,6 +96,10 @@ pub struct Session<'a> {
     args: &'a RunArgs,
     template: Option<String>,
     loading: Duration,
+    /// What it goes on from.
+    state: Option<State>,
+    /// The last prompt and its answer.
+    said: Vec<u32>,
     /// Set by Ctrl-C.
     interrupted: Arc<AtomicBool>,
 }
@@ -98,11 +112,13 @@ impl<'a> Session<'a> {
         let mut progress = Progress::new("loading", Unit::Bytes);
         let mut options = args.options.engine();
         options.load.profile = args.profile;
-        let engine = Engine::from_files(files, &options, &mut |done, total| progress.update(done, total))?;
+        let mut engine = Engine::from_files(files, &options, &mut |done, total| progress.update(done, total))?;
         progress.finish();
         print_notices(engine.notices());
         let template = args.template.as_ref().map(|path| read_text(Some(path))).transpose()?;
-        Ok(Session { engine, args, template, loading: start.elapsed(), interrupted: Arc::default() })
+        let state = args.load_state.as_ref().map(|path| engine.load_state(path)).transpose()?;
+        let (loading, said) = (start.elapsed(), Vec::new());
+        Ok(Session { engine, args, template, loading, state, said, interrupted: Arc::default() })
     }
 
     /// From here on Ctrl-C ends an answer; pressed again before it has ended, the program.
@@ -121,17 +137,37 @@ impl<'a> Session<'a> {
         self.interrupted.store(false, Ordering::SeqCst);
     }
 
-    /// Ids of a text as it is.
+    /// Ids of a text as it is, after those of the state.
     fn encode(&self, text: &str) -> Result<Vec<u32>, Error> {
         let tokenizer = self.engine.tokenizer()?;
-        Ok(tokenizer.encode(text, EncodeOptions::default()).map_err(|e| puna::Error::text(&self.args.model, e))?)
+        let mut ids = Vec::new();
+        let mut options = EncodeOptions::default();
+        if let Some(state) = &self.state {
+            let no_tokens = || Error::Input("the saved state has rows that are no tokens".into());
+            ids.extend(state.tokens.as_ref().ok_or_else(no_tokens)?);
+            options.bos = AddBos::No;
+        }
+        ids.extend(tokenizer.encode(text, options).map_err(|e| puna::Error::text(&self.args.model, e))?);
+        Ok(ids)
     }
 
-    fn encode_chat(&self, system: Option<&str>, user: &str) -> Result<Vec<u32>, Error> {
-        let mut messages: Vec<Value> = Vec::new();
-        messages.extend(system.map(|text| json!({ "role": "system", "content": text })));
-        messages.push(json!({ "role": "user", "content": user }));
-        self.encode_messages(&messages)
+    /// What a conversation begins with: what was said in the state, or the system message.
+    pub fn first_messages(&self, system: Option<&str>) -> Vec<Value> {
+        let note = self.state.as_ref().and_then(|state| serde_json::from_str::<Value>(&state.note).ok());
+        match note.as_ref().and_then(|note| note["messages"].as_array()) {
+            Some(messages) => messages.clone(),
+            None => system.into_iter().map(|text| json!({ "role": "system", "content": text })).collect(),
+        }
+    }
+
+    /// Saves what was said, where that is asked for.
+    pub fn save(&self, messages: &[Value]) -> Result<(), Error> {
+        let Some(path) = &self.args.save_state else { return Ok(()) };
+        let note = json!({ "messages": messages }).to_string();
+        let prompt = Prompt::from(self.said.clone());
+        let kept = self.engine.save_state(&prompt, &note, path)?;
+        eprintln!("[saved: {} tokens, {kept} of them with keys and values]", prompt.len());
+        Ok(())
     }
 
     /// Ids of a conversation, ready for the answer.
@@ -143,6 +179,7 @@ impl<'a> Session<'a> {
     /// error. Ctrl-C ends it.
     pub fn answer(&mut self, prompt: Vec<u32>) -> Result<String, Error> {
         let sampling = self.engine.sampling(&self.args.sampling.wishes());
+        self.said.clone_from(&prompt);
         let mut request = Request::new(prompt, sampling);
         request.max_tokens = self.args.max_tokens;
         request.stop.clone_from(&self.args.stop);
@@ -166,6 +203,7 @@ impl<'a> Session<'a> {
             printed.is_ok() && !interrupted.load(Ordering::SeqCst)
         })?;
         progress.finish();
+        self.said.extend(&ids);
         printed?;
         if as_json {
             writeln!(std::io::stdout(), "{}", self.report(&text, &ids, &finish))?;

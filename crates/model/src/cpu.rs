@@ -6,7 +6,9 @@ use crate::kv::KvCache;
 use crate::weights::Norm;
 use arrayvec::ArrayVec;
 use puna_kernels::ops::{self, Activation, RopeTable, Routing};
-use puna_kernels::{Acts, Attention, DType, Exec, Isa, KvType, Matrix, MatrixSource, Product, attention, kv_store, matmul};
+use puna_kernels::{
+    Acts, Attention, DType, Exec, Isa, KvType, Matrix, MatrixSource, Product, attention, kv_store, matmul,
+};
 
 /// The processor's cores.
 pub struct Cpu {

@@ -135,6 +135,14 @@ pub enum Error {
         /// The file.
         path: PathBuf,
     },
+    /// A saved state cannot be used.
+    #[error("{}: the saved state cannot be used: {what}", shown(path))]
+    State {
+        /// The file.
+        path: PathBuf,
+        /// What was expected and what was found.
+        what: String,
+    },
     /// A file that experts are read from is no longer what it was.
     #[error("{}: the file has changed since the model was loaded: {what}", shown(path))]
     Changed {

@@ -29,6 +29,7 @@ pub mod quantize;
 pub mod reference;
 pub mod rope;
 mod source;
+mod state;
 pub mod timed;
 pub mod weights;
 
@@ -44,3 +45,4 @@ pub use memory::MemoryCheckpoint;
 pub use model::{BackendKind, LoadOptions, Model};
 pub use prefix::Chain;
 pub use source::Source;
+pub use state::State;

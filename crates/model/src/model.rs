@@ -10,11 +10,14 @@ use crate::error::Error;
 use crate::experts::{ExpertStats, ExpertStream, Plan, Wishes};
 use crate::forward::{self, Scratch, Tap};
 use crate::kv::KvCache;
+use crate::prefix::Chain;
 use crate::reference::Reference;
+use crate::state::{self, Saved, State};
 use crate::timed::{Profile, Timed};
 use crate::weights::Weights;
 use puna_kernels::{DType, Isa, KvType, Pool};
 use std::cell::RefCell;
+use std::path::Path;
 
 /// What computes.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -72,6 +75,7 @@ pub struct Model {
     config: Config,
     runner: Box<dyn Runner + Send>,
     notices: Vec<String>,
+    fingerprint: [u8; 32],
     scratch: Scratch,
 }
 
@@ -190,6 +194,9 @@ impl Model {
             notices.push("the model has no experts: a limit of their memory changes nothing".into());
         }
         let own = plan.is_some();
+        // Keys and values depend on these, too.
+        let way = format!("{:?} {:?}", options.backend, options.quantize);
+        let fingerprint = *blake3::keyed_hash(&bind::fingerprint(from, &config), way.as_bytes()).as_bytes();
         let runner: Box<dyn Runner + Send> = match options.backend {
             BackendKind::Cpu => {
                 let cpu = Cpu::new(options.isa, options.threads, options.pack);
@@ -214,7 +221,7 @@ impl Model {
                 Box::new(Run { backend: Reference, weights, threads: 1, experts: None })
             }
         };
-        Ok(Model { config, runner, notices, scratch: Scratch::default() })
+        Ok(Model { config, runner, notices, fingerprint, scratch: Scratch::default() })
     }
 
     /// What the model is.
@@ -230,6 +237,39 @@ impl Model {
     /// Whether it computes logits: [`LoadOptions::head`].
     pub fn has_head(&self) -> bool {
         self.runner.has_head()
+    }
+
+    /// What tells it from other models, and from itself loaded in a way that changes what it computes: a hash of its
+    /// configuration, of its tensors' names, shapes and formats, and of a sample of each ([`bind::fingerprint`]).
+    pub fn fingerprint(&self) -> &[u8; 32] {
+        &self.fingerprint
+    }
+
+    /// Saves what the cache has of a sequence's rows, for [`Model::load_state`]; a file of that name is replaced when the
+    /// new one is complete. `note`: any text, kept with it. Gives how many positions are saved with their keys and values:
+    /// whole blocks of 32. The other rows are saved as what they are, and are computed again.
+    ///
+    /// # Errors
+    /// [`Error::Write`]; [`Error::Batch`] where the cache is of another shape.
+    pub fn save_state(&self, kv: &KvCache, chain: &Chain, note: &str, path: &Path) -> Result<usize, Error> {
+        self.check_cache(kv)?;
+        state::save(kv, &Saved { model: &self.fingerprint, chain, note }, path)
+    }
+
+    /// Puts a saved state into the cache: shared sequences that begin alike ([`KvCache::adopt`]) go on from it, and are
+    /// what they would have been without it, bit for bit.
+    ///
+    /// # Errors
+    /// [`Error::State`] where the file is damaged, or of another model or kind of cache; [`Error::Io`];
+    /// [`Error::OutOfMemory`] where the cache does not hold it; [`Error::Batch`] as before.
+    pub fn load_state(&self, kv: &mut KvCache, path: &Path) -> Result<State, Error> {
+        self.check_cache(kv)?;
+        state::load(kv, &self.fingerprint, path)
+    }
+
+    fn check_cache(&self, kv: &KvCache) -> Result<(), Error> {
+        let what = "the cache was made for a model of another shape".into();
+        if kv.fits(&self.config) { Ok(()) } else { Err(Error::Batch { what }) }
     }
 
     /// Threads it runs on.
@@ -336,9 +376,7 @@ impl Model {
     fn check(&self, batch: &Batch, kv: &KvCache) -> Result<(), Error> {
         let error = |what: String| Err(Error::Batch { what });
         let n = batch.rows.len();
-        if !kv.fits(&self.config) {
-            return error("the cache was made for a model of another shape".into());
-        }
+        self.check_cache(kv)?;
         check_rows(&batch.rows, &batch.embeds, &self.config)?;
         if let Some(bad) = batch.outputs.windows(2).find(|o| o[0] >= o[1]) {
             return error(format!("outputs {} and {} are not in rising order", bad[0], bad[1]));

@@ -29,6 +29,7 @@ pub mod request;
 pub mod sampler;
 mod scheduler;
 mod sequence;
+pub mod states;
 
 pub use convert::{Conversion, ConvertOptions};
 pub use embed::EmbedOptions;
@@ -36,7 +37,8 @@ pub use engine::{Engine, EngineOptions, Status};
 pub use error::Error;
 pub use files::ModelFiles;
 pub use pooling::{Declared, Pooling};
+pub use states::StateFolder;
 pub use request::{Event, Finish, FinishReason, Logprobs, Request, RequestId, Stats};
 
 pub use puna_kernels::{Isa, KvType, Pool};
-pub use puna_model::{BackendKind, ExpertStats, LoadOptions, Prompt, Row};
+pub use puna_model::{BackendKind, ExpertStats, LoadOptions, Prompt, Row, State};

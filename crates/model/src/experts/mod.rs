@@ -283,6 +283,10 @@ impl<M> ExpertStream<M> {
 
     /// Takes what has been read; waits for something where `waits`.
     fn harvest<B: Backend<Matrix = M>>(&mut self, b: &B, waits: bool) -> Result<(), Error> {
+        if waits && self.in_flight == 0 {
+            // Slots are held by waves, which are released, or by reads: it does not happen.
+            return Err(Error::Experts { what: "no slot is free and nothing is being read".into() });
+        }
         let mut next = if waits {
             let start = Instant::now();
             let read = self.readers.wait();

@@ -139,7 +139,10 @@ fn expert(dense: Dense<Found>, quantize: Option<DType>, files: &mut Vec<(Arc<Ope
         let (at, len) = (place.range.start as u64, place.range.len());
         match pieces.iter_mut().find(|p| (p.file, p.at, p.bytes) == (at_file, at, len)) {
             Some(piece) => piece.parts.push(part),
-            None => pieces.push(Piece { file: at_file, at, bytes: len, parts: ArrayVec::from_iter([part]) }),
+            None => {
+                let (map, parts) = (place.map.clone(), ArrayVec::from_iter([part]));
+                pieces.push(Piece { file: at_file, map, at, bytes: len, parts });
+            }
         }
         Ok(Matrix { dtype, shape: [rows, cols], bytes: rows * row_bytes, bias: linear.bias })
     };

@@ -3,23 +3,27 @@
 
 use super::files::read_exact_at;
 use crate::checkpoint::MakeRows;
-use crate::map::Opened;
+use crate::map::{Access, Map, Opened};
 use arrayvec::ArrayVec;
 use puna_kernels::{DType, pack_in_place, packed_bytes};
 use std::collections::VecDeque;
 use std::io;
-use std::ops::Range;
+use std::num::NonZero;
+use std::ops::{Range, RangeInclusive};
 use std::sync::mpsc::{self, Receiver, Sender};
 use std::sync::{Arc, Condvar, Mutex, PoisonError};
 use std::thread::JoinHandle;
 
-/// Threads that read: as many reads are on their way at once.
-const THREADS: usize = 8;
+/// Fewest and most threads. What is packed keeps as many processors busy; that a disk has several reads at once does not
+/// take more, since the system is told of each when it is submitted.
+const THREADS: RangeInclusive<usize> = 4..=16;
 
 /// Bytes of a file that become one or more of an expert's matrices.
 pub struct Piece {
     /// Number of the file.
     pub file: usize,
+    /// Its map, through which the system is told what will be read; it is never touched.
+    pub map: Map,
     /// First byte.
     pub at: u64,
     /// How many.
@@ -139,7 +143,8 @@ impl Readers {
         let queue = Arc::new(Queue::default());
         let (sender, done) = mpsc::channel();
         let mut readers = Readers { queue, done, threads: Vec::new() };
-        for _ in 0..THREADS {
+        let processors = std::thread::available_parallelism().map_or(1, NonZero::get);
+        for _ in 0..processors.clamp(*THREADS.start(), *THREADS.end()) {
             let (queue, sender) = (readers.queue.clone(), sender.clone());
             let thread = std::thread::Builder::new().name("puna-read".into()).spawn(move || work(&queue, &sender));
             match thread {
@@ -153,6 +158,8 @@ impl Readers {
 
     /// Has a piece read, the urgent ones first.
     pub fn submit(&self, read: Read, is_urgent: bool) {
+        let start = read.piece.at as usize;
+        read.piece.map.advise(start..start + read.piece.bytes, Access::WillNeed);
         let mut waiting = self.queue.waiting.lock().unwrap_or_else(PoisonError::into_inner);
         if is_urgent {
             waiting.urgent.push_back(read)
