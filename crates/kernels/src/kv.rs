@@ -179,6 +179,24 @@ impl KvBlocks {
         }
     }
 
+    /// What is in a block, as it is stored.
+    ///
+    /// # Panics
+    /// If it is none.
+    pub fn content(&self, id: u32) -> &[u8] {
+        // SAFETY: a block of `block_bytes` that were zeroed when it was made; writing takes the blocks mutably.
+        unsafe { std::slice::from_raw_parts(self.block(id), self.block_bytes) }
+    }
+
+    /// The same, to be written.
+    ///
+    /// # Panics
+    /// If it is none.
+    pub fn content_mut(&mut self, id: u32) -> &mut [u8] {
+        // SAFETY: as above, and nothing else uses it while we are borrowed mutably.
+        unsafe { std::slice::from_raw_parts_mut(self.block(id), self.block_bytes) }
+    }
+
     /// Bytes of all blocks.
     pub fn bytes(&self) -> usize {
         self.made * self.block_bytes

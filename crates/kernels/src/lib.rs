@@ -27,5 +27,5 @@ pub use dtype::{Arith, DType, Format, Group, quantize};
 pub use exec::Exec;
 pub use isa::Isa;
 pub use kv::{KV_BLOCK, KvBlocks, KvLayer, KvLayout, KvPlan, KvType, kv_store};
-pub use linear::{Matrix, MatrixSource, Product, matmul};
+pub use linear::{Matrix, MatrixSource, Product, matmul, pack_in_place, packed_bytes};
 pub use pool::Pool;

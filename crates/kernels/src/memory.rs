@@ -6,23 +6,31 @@
 use memmap2::MmapMut;
 use std::ops::{Deref, DerefMut};
 
-/// Zeroed bytes that start on a page. They take memory as they are touched.
-pub(crate) struct Memory {
-    /// A map cannot be empty.
-    map: Option<MmapMut>,
+/// Bytes: zeroed ones that start on a page and take memory as they are touched, or lent ones.
+pub(crate) enum Memory {
+    Map(MmapMut),
+    Heap(Vec<u8>),
 }
 
 impl Memory {
     /// `None` when memory ends.
     pub(crate) fn zeroed(bytes: usize) -> Option<Memory> {
         if bytes == 0 {
-            return Some(Memory { map: None });
+            return Some(Memory::Heap(Vec::new())); // A map cannot be empty.
         }
         let map = MmapMut::map_anon(bytes).ok()?;
         // Systems without large pages refuse, and nothing depends on them.
         #[cfg(target_os = "linux")]
         let _ = map.advise(memmap2::Advice::HugePage);
-        Some(Memory { map: Some(map) })
+        Some(Memory::Map(map))
+    }
+
+    /// Lent bytes as they came, others as a copy.
+    pub(crate) fn into_vec(self) -> Vec<u8> {
+        match self {
+            Memory::Map(map) => map.to_vec(),
+            Memory::Heap(bytes) => bytes,
+        }
     }
 }
 
@@ -30,12 +38,18 @@ impl Deref for Memory {
     type Target = [u8];
 
     fn deref(&self) -> &[u8] {
-        self.map.as_deref().unwrap_or_default()
+        match self {
+            Memory::Map(map) => map,
+            Memory::Heap(bytes) => bytes,
+        }
     }
 }
 
 impl DerefMut for Memory {
     fn deref_mut(&mut self) -> &mut [u8] {
-        self.map.as_deref_mut().unwrap_or_default()
+        match self {
+            Memory::Map(map) => map,
+            Memory::Heap(bytes) => bytes,
+        }
     }
 }
