@@ -34,14 +34,14 @@ pub trait Backend {
     fn table(&self, source: MatrixSource) -> Self::Matrix {
         self.matrix(source)
     }
-    /// Takes a matrix `[rows, cols]` in memory that [`Backend::into_bytes`] gives back, where the device computes from
+    /// Takes a matrix `[rows, cols]` in memory that [`Backend::disown`] gives back, where the device computes from
     /// it. It has room for whole panels ([`puna_kernels::packed_bytes`]), and is packed where the device packs.
     fn owned(&self, dtype: DType, [rows, cols]: [usize; 2], bytes: Vec<u8>) -> Self::Matrix {
         let stored = rows * dtype.row_bytes(cols).unwrap_or(0);
         self.matrix(MatrixSource { dtype, rows, cols, bytes: Bytes::from(bytes).slice(..stored), order: None })
     }
     /// The memory of a matrix that it owned.
-    fn into_bytes(&self, _matrix: Self::Matrix) -> Vec<u8> {
+    fn disown(&self, _matrix: Self::Matrix) -> Vec<u8> {
         Vec::new()
     }
     /// Whether the matrix no longer reads the bytes it was made from.

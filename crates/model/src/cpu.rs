@@ -43,7 +43,7 @@ impl Backend for Cpu {
         Matrix::owned(dtype, shape, bytes, self.pack)
     }
 
-    fn into_bytes(&self, matrix: Matrix) -> Vec<u8> {
+    fn disown(&self, matrix: Matrix) -> Vec<u8> {
         matrix.into_bytes()
     }
 

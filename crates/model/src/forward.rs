@@ -52,14 +52,17 @@ pub struct Scratch {
     pub(crate) logits: Acts,
 }
 
+/// A model: what it is, its weights, and its experts that are not in memory.
+pub(crate) type Loaded<'a, M> = (&'a Config, &'a Weights<M>, Option<&'a RefCell<ExpertStream<M>>>);
+
 /// Computes the batch's rows, keeps their keys and values in `kv` (which has blocks for them), and leaves its outputs
-/// after the last norm, `[outputs, dim]`, in the scratch. `experts`: those that are not in memory.
+/// after the last norm, `[outputs, dim]`, in the scratch.
 ///
 /// # Errors
 /// Where experts are read from files, and one cannot be: nothing that `kv` counts has changed.
 pub(crate) fn forward<B: Backend>(
     b: &B,
-    (c, w, experts): (&Config, &Weights<B::Matrix>, Option<&RefCell<ExpertStream<B::Matrix>>>),
+    (c, w, experts): Loaded<B::Matrix>,
     batch: &Batch,
     kv: &mut KvCache,
     s: &mut Scratch,

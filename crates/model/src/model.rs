@@ -268,8 +268,8 @@ impl Model {
     }
 
     fn check_cache(&self, kv: &KvCache) -> Result<(), Error> {
-        let what = "the cache was made for a model of another shape".into();
-        if kv.fits(&self.config) { Ok(()) } else { Err(Error::Batch { what }) }
+        let what = || "the cache was made for a model of another shape".into();
+        if kv.fits(&self.config) { Ok(()) } else { Err(Error::Batch { what: what() }) }
     }
 
     /// Threads it runs on.

@@ -69,8 +69,8 @@ impl<B: Backend> Backend for Timed<B> {
     fn owned(&self, dtype: DType, shape: [usize; 2], bytes: Vec<u8>) -> B::Matrix {
         self.inner.owned(dtype, shape, bytes)
     }
-    fn into_bytes(&self, matrix: B::Matrix) -> Vec<u8> {
-        self.inner.into_bytes(matrix)
+    fn disown(&self, matrix: B::Matrix) -> Vec<u8> {
+        self.inner.disown(matrix)
     }
     fn copies(&self, matrix: &B::Matrix) -> bool {
         self.inner.copies(matrix)

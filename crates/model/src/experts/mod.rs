@@ -263,7 +263,7 @@ impl<M> ExpertStream<M> {
         let (slot, sizes) = (load.slot, self.sizes);
         let held = &mut self.held[slot as usize];
         if let Some(Dense { gate, up, down }) = held.dense.take() {
-            held.buffers = [gate, up, down].map(|linear| b.into_bytes(linear.weight));
+            held.buffers = [gate, up, down].map(|linear| b.disown(linear.weight));
         }
         let expert = expert(&self.experts, &self.slots, slot);
         held.left = expert.pieces.len();
