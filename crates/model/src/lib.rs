@@ -28,6 +28,7 @@ pub mod quantize;
 pub mod reference;
 pub mod rope;
 mod source;
+pub mod steering;
 pub mod timed;
 pub mod weights;
 
@@ -42,3 +43,4 @@ pub use memory::MemoryCheckpoint;
 pub use model::{BackendKind, LoadOptions, Model};
 pub use prefix::Chain;
 pub use source::Source;
+pub use steering::{ControlVector, Steering};

@@ -1,7 +1,7 @@
 //! A loaded model: from a file to logits.
 
 use crate::backend::Backend;
-use crate::batch::{Batch, MAX_POSITIONS, check_positions, check_rows};
+use crate::batch::{Batch, MAX_POSITIONS, check_positions, check_rows, check_steering};
 use crate::bind::{self, Progress};
 use crate::checkpoint::Checkpoint;
 use crate::config::Config;
@@ -220,7 +220,7 @@ impl Model {
     }
 
     /// [`Model::forward`] with a tap on the residual. One that changes it must not be used on sequences that share blocks
-    /// ([`KvCache::add_shared`]): what it changes is no part of what blocks are known by.
+    /// ([`KvCache::add_shared`]): what it changes is no part of what blocks are known by. [`Batch::steer`] is.
     ///
     /// # Errors
     /// As [`Model::forward`].
@@ -315,8 +315,12 @@ impl Model {
                      which rotate otherwise: it must be computed again from its beginning"
                 ));
             }
+            if !kv.can_steer(span.seq, batch.steering_of(i)) {
+                return error(format!("span {i}: its sequence shares blocks and was steered otherwise so far"));
+            }
             rows += span.rows;
         }
+        check_steering(batch, &self.config)?;
         check_positions(&batch.positions, n, MAX_POSITIONS)?;
         let deepstack = self.config.n_deepstack * batch.embeds.len();
         if !batch.deepstack.is_empty() && batch.deepstack.len() != deepstack {
