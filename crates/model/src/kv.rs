@@ -272,6 +272,16 @@ impl KvCache {
         })
     }
 
+    /// Bytes of keys and values that attention of a batch's rows reads, over all layers, each once.
+    pub(crate) fn bytes_read(&self, batch: &Batch) -> u64 {
+        let of_group = |(g, group): (usize, &Group)| {
+            let layers = self.layers.iter().filter(|(of, _)| *of == g).count();
+            let seen = batch.spans.iter().map(|s| s.start + s.rows - first_needed(group.window, s.start));
+            seen.sum::<usize>() as u64 * (layers * self.layout.layer_bytes()) as u64 / KV_BLOCK as u64
+        };
+        self.groups.iter().enumerate().map(of_group).sum()
+    }
+
     /// Positions that one sequence can have if it is alone.
     pub fn capacity(&self) -> usize {
         let fits = |group: &Group| {

@@ -29,7 +29,9 @@ pub mod reference;
 pub mod rope;
 mod source;
 pub mod steering;
-pub mod timed;
+mod timed;
+pub mod timings;
+mod trace;
 pub mod weights;
 
 pub use batch::{Batch, Grown, Outputs, Prompt, Row, Span};
@@ -44,3 +46,5 @@ pub use model::{BackendKind, LoadOptions, Model};
 pub use prefix::Chain;
 pub use source::Source;
 pub use steering::{ControlVector, Steering};
+pub use timings::{Phase, Stopwatch, Timings};
+pub use trace::Trace;
