@@ -236,6 +236,21 @@ impl Batch {
         self.fill_positions();
     }
 
+    /// Of each span the rows and their positions, where only `n` rows are left: all, or those that get logits.
+    pub fn spans_of(&self, n: usize) -> impl Iterator<Item = (&Span, impl Iterator<Item = (usize, usize)> + use<'_>)> {
+        let all = n == self.rows.len();
+        let mut first = 0;
+        self.spans.iter().map(move |span| {
+            let own = first..first + span.rows;
+            first = own.end;
+            let (start, begin) = (own.start, span.start);
+            let place = |row: usize| self.outputs.partition_point(|&output| (output as usize) < row);
+            let left = if all { own } else { place(own.start)..place(own.end) };
+            let batch_row = move |row: usize| if all { row } else { self.outputs[row] as usize };
+            (span, left.map(move |row| (row, begin + batch_row(row) - start)))
+        })
+    }
+
     /// Ends a push whose rows begin at `first`.
     fn close(&mut self, span: Span, first: usize, outputs: Outputs) {
         self.spans.push(span);

@@ -20,7 +20,7 @@ pub trait Tap {
     /// needs the others.
     fn after(&mut self, _layer: usize, _x: &Acts) {}
     /// The experts that layer `layer` chose, `[rows, used]` in the order of rank; of as many rows as [`Tap::after`] sees.
-    fn experts(&mut self, _layer: usize, _ids: &[u32]) {}
+    fn experts(&mut self, _layer: usize, _ids: &[u32], _used: usize) {}
     /// The batch's outputs after the last norm, `[outputs, dim]`.
     fn hidden(&mut self, _h: &Acts) {}
     /// Whether it needs every row after the last layer, and not only those that get logits.
@@ -122,7 +122,7 @@ pub(crate) fn forward<B: Backend>(
             (Ffn::Moe(m), Some(config)) => {
                 let mut moe = MoeStep { b, config, activation: c.activation, s: &mut s.moe };
                 moe.forward(m, &mut s.h, &mut s.attn); // [rows, dim]
-                tap.experts(l, s.moe.chosen()); // [rows, used]
+                tap.experts(l, s.moe.chosen(), config.routing.used); // [rows, used]
             }
             (Ffn::Moe(_), None) => unreachable!("experts are bound only where the configuration has them"),
             (Ffn::Dense(f), _) => {

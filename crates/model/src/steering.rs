@@ -280,23 +280,18 @@ fn key(layers: &[Option<Box<[f32]>>]) -> Option<[u8; 32]> {
     (!is_empty).then(|| *hasher.finalize().as_bytes())
 }
 
-/// Adds to the rows of a batch what they are steered by after a layer. `x`: all rows, or only the batch's outputs.
+/// Adds to the rows of a batch what they are steered by after a layer. `x`: all rows, or only those that get logits.
 pub(crate) fn apply(batch: &Batch, layer: usize, x: &mut Acts) {
     if batch.steering.is_empty() {
         return;
     }
     let dim = x.cols();
-    let all = x.rows() == batch.rows.len();
-    let mut at = 0;
     let mut steered = batch.steering.iter().peekable();
-    for (i, span) in batch.spans.iter().enumerate() {
-        let rows = at..at + span.rows;
-        at = rows.end;
+    for (i, (_, rows)) in batch.spans_of(x.rows()).enumerate() {
         let Some((_, steering)) = steered.next_if(|(span, _)| *span == i) else { continue };
         let Some(direction) = steering.layer(layer) else { continue };
-        let place = |row: usize| batch.outputs.partition_point(|&o| (o as usize) < row);
-        let rows = if all { rows } else { place(rows.start)..place(rows.end) };
-        for x in x.values_mut()[rows.start * dim..rows.end * dim].chunks_exact_mut(dim) {
+        for (row, _) in rows {
+            let x = &mut x.values_mut()[row * dim..][..dim];
             x.iter_mut().zip(direction).for_each(|(x, d)| *x += d);
         }
     }

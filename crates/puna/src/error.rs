@@ -72,6 +72,25 @@ pub enum Error {
         /// Most there can be.
         most: usize,
     },
+    /// The residual after a layer that the model does not have.
+    #[error("layer {layer} cannot be captured: the model has {n_layers}, from 0 on")]
+    CaptureLayer {
+        /// The layer.
+        layer: usize,
+        /// How many there are.
+        n_layers: usize,
+    },
+    /// Steering that was made for another model.
+    #[error(
+        "the steering was made for {} layers of width {}, the model has {} of {}",
+        found.0, found.1, expected.0, expected.1
+    )]
+    Steering {
+        /// Layers and width that it was made for.
+        found: (usize, usize),
+        /// Those of the model.
+        expected: (usize, usize),
+    },
     /// A token id that the model does not have.
     #[error("token id {id} is out of range: the vocabulary has {vocab}")]
     TokenId {

@@ -23,6 +23,7 @@ pub mod embed;
 pub mod engine;
 pub mod error;
 pub mod files;
+pub mod inside;
 mod pace;
 pub mod pooling;
 pub mod request;
@@ -35,8 +36,9 @@ pub use embed::EmbedOptions;
 pub use engine::{Engine, EngineOptions, Status};
 pub use error::Error;
 pub use files::ModelFiles;
+pub use inside::{Capture, Captured, ExpertCounts, Positions};
 pub use pooling::{Declared, Pooling};
 pub use request::{Event, Finish, FinishReason, Logprobs, Request, RequestId, Stats};
 
 pub use puna_kernels::{Isa, KvType, Pool};
-pub use puna_model::{BackendKind, LoadOptions, Prompt, Row};
+pub use puna_model::{BackendKind, ControlVector, LoadOptions, Phase, Prompt, Row, Steering, Timings, Trace, steering};

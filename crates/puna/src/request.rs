@@ -1,8 +1,10 @@
 //! What goes into the engine and what comes out.
 
 use crate::error::Error;
+use crate::inside::{Capture, ExpertCounts};
 use crate::sampler::{SamplingParams, TokenLogprob};
-use puna_model::Prompt;
+use puna_model::{Prompt, Steering, Timings};
+use std::sync::Arc;
 use std::time::Duration;
 
 /// A request in an [`Engine`](crate::Engine).
@@ -27,6 +29,14 @@ pub struct Request {
     pub n: usize,
     /// Whether events tell the log-probabilities of tokens, and of how many of the most likely others.
     pub logprobs: Option<usize>,
+    /// What is added to its residual.
+    pub steering: Option<Arc<Steering>>,
+    /// Whether residuals are wanted, and whose.
+    pub capture: Option<Capture>,
+    /// Whether [`Finish::experts`] tells how often each expert was chosen.
+    pub count_experts: bool,
+    /// Whether [`Finish::timings`] tells where its time went.
+    pub timings: bool,
 }
 
 /// Most answers of a request.
@@ -43,6 +53,10 @@ impl Request {
             priority: 0,
             n: 1,
             logprobs: None,
+            steering: None,
+            capture: None,
+            count_experts: false,
+            timings: false,
         }
     }
 }
@@ -82,6 +96,13 @@ pub struct Finish {
     pub reason: FinishReason,
     /// Counts and times.
     pub stats: Stats,
+    /// Where the time from arrival to the end went, if that was asked for. Operations of a step count to its requests by
+    /// their parts of its rows; [`Phase::Other`](crate::Phase::Other) is what went to the rows of others. Of several
+    /// answers each counts the prompt.
+    pub timings: Option<Box<Timings>>,
+    /// How often each expert was chosen, if that was asked for and there are any. Of several answers the first counts
+    /// the prompt.
+    pub experts: Option<Box<ExpertCounts>>,
 }
 
 /// Why a request ended.

@@ -1,10 +1,11 @@
 //! One answer to a request on its way.
 
 use crate::error::Error;
+use crate::inside::Inside;
 use crate::request::{Event, Finish, FinishReason, Logprobs, Request, RequestId, Stats};
 use crate::sampler::{LogSoftmax, SampleError, Sampler, SamplingParams, Scratch};
 use puna_model::rope::Rope;
-use puna_model::{Batch, Chain, Grown, KvCache, Prompt, SeqId};
+use puna_model::{Batch, Chain, Config, Grown, KvCache, Phase, Prompt, SeqId, Stopwatch};
 use puna_text::{StopMatcher, TokenStream, Tokenizer};
 use std::cmp::Reverse;
 use std::collections::BTreeSet;
@@ -24,6 +25,7 @@ pub(crate) struct Sequence {
     pub is_finished: bool,
     /// Other answers, which begin when the prompt is computed.
     pub siblings: Vec<Sequence>,
+    pub inside: Inside,
     prompt: Arc<Prompt>,
     answer: Vec<u32>,
     /// What its rows are.
@@ -53,21 +55,22 @@ struct Times {
 }
 
 /// What all sequences of an engine have in common.
-pub(crate) struct Setting {
-    pub vocab: usize,
+pub(crate) struct Setting<'a> {
+    pub config: &'a Config,
     pub ctx: usize,
     pub tokenizer: Option<Arc<Tokenizer>>,
 }
 
 impl Sequence {
     /// The answers to a request: one, which the others wait in. `chain`: what the prompt's rows are.
-    pub fn new(id: RequestId, request: Request, chain: Chain, setting: &Setting) -> Result<Sequence, Error> {
+    pub fn new(id: RequestId, mut request: Request, chain: Chain, setting: &Setting) -> Result<Sequence, Error> {
+        let now = Instant::now();
+        let inside = Inside::of(&mut request, setting.config);
         let eog = setting.tokenizer.as_ref().map(|t| t.eog_ids().clone()).unwrap_or_default();
         let ids: Vec<u32> = eog.iter().copied().collect();
-        let mut sampler = Sampler::new(&request.sampling, setting.vocab, &ids)?;
+        let mut sampler = Sampler::new(&request.sampling, setting.config.vocab_size, &ids)?;
         request.prompt.tokens().for_each(|id| sampler.accept_prompt(&[id]));
         let (prompt_len, delta) = (request.prompt.len(), request.prompt.position_delta());
-        let now = Instant::now();
         let mut first = Sequence {
             id,
             sample: 0,
@@ -76,6 +79,7 @@ impl Sequence {
             computed: 0,
             is_finished: false,
             siblings: Vec::new(),
+            inside,
             prompt: Arc::new(request.prompt),
             answer: Vec::new(),
             chain,
@@ -94,11 +98,12 @@ impl Sequence {
         for sample in 1..request.n {
             let seed = Some(first.sampler.seed().wrapping_add(sample as u64));
             let sampling = SamplingParams { seed, ..request.sampling.clone() };
-            let mut sampler = Sampler::new(&sampling, setting.vocab, &ids)?;
+            let mut sampler = Sampler::new(&sampling, setting.config.vocab_size, &ids)?;
             first.prompt.tokens().for_each(|id| sampler.accept_prompt(&[id]));
             let sibling = Sequence {
                 sample,
                 siblings: Vec::new(),
+                inside: first.inside.sibling(),
                 prompt: first.prompt.clone(),
                 answer: Vec::new(),
                 chain: Chain::default(),
@@ -116,6 +121,11 @@ impl Sequence {
     /// Rows, computed or not.
     pub fn len(&self) -> usize {
         self.prompt.len() + self.answer.len()
+    }
+
+    /// Rows of the prompt.
+    pub fn prompt_len(&self) -> usize {
+        self.prompt.len()
     }
 
     /// Rows that are not computed.
@@ -172,6 +182,9 @@ impl Sequence {
 
     /// Takes what is in the cache of the rows that are missing.
     pub fn adopt(&mut self, kv: &mut KvCache) {
+        if self.inside.needs_rows(self.len()) {
+            return;
+        }
         let len = kv.adopt(self.seq, &self.chain, self.len());
         if self.answer.is_empty() {
             self.cached += len - self.computed;
@@ -190,6 +203,9 @@ impl Sequence {
         let end = self.computed + rows;
         let grown = Grown { prompt: &self.prompt, answer: &self.answer, delta: self.delta };
         batch.push_grown(self.seq, &grown, self.computed..end, dim);
+        if let Some(steering) = &self.inside.steering {
+            batch.steer(steering);
+        }
         if end == self.len() {
             batch.outputs.push(batch.rows.len() as u32 - 1);
         }
@@ -205,12 +221,18 @@ impl Sequence {
             sibling.cached = self.cached;
             sibling.preemptions = self.preemptions;
             sibling.times = self.times;
+            sibling.inside.fork(&self.inside);
         }
         siblings
     }
 
-    /// Chooses the next token from the logits of the last one.
-    pub fn sample(&mut self, logits: &[f32], scratch: &mut Scratch, now: Instant) -> Event {
+    /// Chooses the next token from the logits of the last one, which came at `now`.
+    pub fn sample(
+        &mut self,
+        logits: &[f32],
+        scratch: &mut Scratch,
+        (now, watch): (Instant, Option<&Stopwatch>),
+    ) -> Event {
         if self.len() >= self.limit {
             return self.finish(FinishReason::Length);
         }
@@ -218,6 +240,7 @@ impl Sequence {
             .sampler
             .sample(logits, scratch)
             .and_then(|token| Ok((token, self.logprobs.map(|n| logprobs(logits, token, n, scratch)).transpose()?)));
+        self.inside.lap(watch, Phase::Sampling);
         let (token, logprobs) = match chosen {
             Ok(chosen) => chosen,
             Err(e) => return self.finish(FinishReason::Error(e.into())),
@@ -233,6 +256,7 @@ impl Sequence {
         self.sampler.accept(token);
         let piece = self.stream.as_mut().and_then(|s| s.push(token)).unwrap_or_default();
         let step = self.stop.push(&piece);
+        self.inside.lap(watch, Phase::Detokenize);
         let event = if step.stopped.is_some() {
             self.finish(FinishReason::Stop)
         } else if self.len() >= self.limit {
@@ -265,7 +289,10 @@ impl Sequence {
             text = self.stop.push(&tail).text;
             text.push_str(&self.stop.finish());
         }
-        Event { text, finish: Some(Finish { reason, stats: self.stats() }), ..self.progress() }
+        let stats = self.stats();
+        let timings = self.inside.close(stats.queue_time, self.times.arrival.elapsed());
+        let finish = Finish { reason, stats, timings, experts: self.inside.experts.take() };
+        Event { text, finish: Some(finish), ..self.progress() }
     }
 
     fn stats(&self) -> Stats {
