@@ -8,11 +8,13 @@ mod convert;
 mod embed;
 mod error;
 mod eval;
+mod inside;
 mod inspect;
 mod options;
 mod perplexity;
 mod progress;
 mod run;
+mod steer;
 mod template;
 mod tokenize;
 
@@ -45,6 +47,8 @@ enum Command {
     Perplexity(perplexity::PerplexityArgs),
     /// Answer a prompt, or hold a conversation
     Run(run::RunArgs),
+    /// Make a control vector from pairs of prompts
+    SteerTrain(steer::SteerTrainArgs),
     /// Show the prompt that a conversation becomes
     Template(template::TemplateArgs),
     /// Turn text into token ids
@@ -61,6 +65,7 @@ fn main() -> ExitCode {
         Command::Inspect(args) => inspect::run(&args),
         Command::Perplexity(args) => perplexity::run(&args),
         Command::Run(args) => run::run(&args),
+        Command::SteerTrain(args) => steer::train(&args),
         Command::Template(args) => template::run(&args),
         Command::Tokenize(args) => tokenize::tokenize(&args),
     };

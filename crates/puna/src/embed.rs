@@ -6,7 +6,8 @@
 use crate::engine::Engine;
 use crate::error::Error;
 use crate::pooling::Pooling;
-use puna_model::{Batch, KvCache, Outputs, SeqId};
+use puna_model::{Batch, KvCache, Outputs, SeqId, Steering};
+use std::sync::Arc;
 
 /// How texts become embeddings; `None` is what the model's files say.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -26,12 +27,26 @@ impl Engine {
     /// [`Engine::check_text`] refuses, before any is computed, or whose embedding is not finite; and when a batch cannot
     /// be computed.
     pub fn embed(&mut self, texts: &[Vec<u32>], options: &EmbedOptions) -> Result<Vec<Vec<f32>>, Error> {
+        self.embed_steered(texts, options, None)
+    }
+
+    /// [`Engine::embed`] of texts that are steered.
+    ///
+    /// # Errors
+    /// As [`Engine::embed`].
+    pub fn embed_steered(
+        &mut self,
+        texts: &[Vec<u32>],
+        options: &EmbedOptions,
+        steering: Option<&Arc<Steering>>,
+    ) -> Result<Vec<Vec<f32>>, Error> {
         let (pooling, normalize) = self.resolve(options)?;
         for (index, text) in texts.iter().enumerate() {
             self.check_text(text).map_err(|e| of_text(index, e))?;
         }
         let mut work = Work {
             texts,
+            steering,
             pooling,
             normalize,
             dim: self.config().dim,
@@ -98,6 +113,7 @@ const MAX_TEXTS: usize = 64;
 /// Texts on their way to embeddings, in order: at most one of them is ever computed in part.
 struct Work<'a> {
     texts: &'a [Vec<u32>],
+    steering: Option<&'a Arc<Steering>>,
     pooling: Pooling,
     normalize: bool,
     dim: usize,
@@ -152,6 +168,7 @@ impl Work<'_> {
             batch.push(text.seq, start, &ids[start..text.done], outputs);
             // The whole length decides how positions rotate, whatever part of it is computed.
             batch.spans[at].total = ids.len();
+            self.steering.iter().for_each(|steering| batch.steer(steering));
         }
     }
 

@@ -80,6 +80,17 @@ pub enum Error {
         /// How many there are.
         n_layers: usize,
     },
+    /// A direction of a control vector after a layer that has none.
+    #[error("layer {layer} has no direction: those of the model are of layers 1 to {}", n_layers - 1)]
+    DirectionLayer {
+        /// The layer.
+        layer: usize,
+        /// How many there are.
+        n_layers: usize,
+    },
+    /// A control vector of nothing.
+    #[error("there are no pairs of prompts to make a control vector of")]
+    NoPairs,
     /// Steering that was made for another model.
     #[error(
         "the steering was made for {} layers of width {}, the model has {} of {}",

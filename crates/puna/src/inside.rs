@@ -7,6 +7,7 @@ use crate::request::Request;
 use crate::sequence::Sequence;
 use puna_kernels::Acts;
 use puna_model::{Batch, Config, Phase, Steering, Stopwatch, Tap, Timings, Trace};
+use serde_json::{Map, Value, json};
 use std::fmt;
 use std::sync::Arc;
 use std::time::Duration;
@@ -162,6 +163,24 @@ impl Inside {
     }
 }
 
+/// Timings as JSON: the whole in milliseconds, and of each phase milliseconds and, where it read, megabytes, gigabytes a
+/// second, and their part of what the machine's memory gives at best
+/// ([`Model::read_bandwidth`](puna_model::Model::read_bandwidth)).
+pub fn timings_json(timings: &Timings, bandwidth: Option<f64>) -> Value {
+    let phase = |(phase, time, bytes): (Phase, Duration, u64)| {
+        let mut fields = Map::from_iter([("ms".to_owned(), json!(time.as_secs_f64() * 1e3))]);
+        if bytes > 0 {
+            let rate = bytes as f64 / time.as_secs_f64();
+            fields.insert("mb".into(), json!(bytes as f64 / 1e6));
+            fields.insert("gb_s".into(), json!(rate / 1e9));
+            fields.extend(bandwidth.map(|best| ("bandwidth_share".to_owned(), json!(rate / best))));
+        }
+        (phase.name().to_owned(), Value::Object(fields))
+    };
+    let phases: Map<String, Value> = timings.phases().map(phase).collect();
+    json!({ "wall_ms": timings.total().as_secs_f64() * 1e3, "phases": phases })
+}
+
 /// Whether a model can do what a request asks for.
 pub(crate) fn check(request: &Request, config: &Config) -> Result<(), Error> {
     let n_layers = config.n_layers;
@@ -189,11 +208,12 @@ pub(crate) struct Watch {
     always: bool,
     /// Of all requests.
     experts: Option<ExpertCounts>,
+    n_layers: usize,
 }
 
 impl Watch {
     pub fn new(config: &Config) -> Watch {
-        Watch { experts: ExpertCounts::new(config), ..Watch::default() }
+        Watch { experts: ExpertCounts::new(config), n_layers: config.n_layers, ..Watch::default() }
     }
 
     /// The stopwatch, if this step is timed.
@@ -266,7 +286,8 @@ impl Watch {
         for s in running.iter() {
             let Some(capture) = &s.inside.capture else { continue };
             captures = true;
-            wants_all |= capture.positions != Positions::Last;
+            let last = capture.layers.contains(&(self.n_layers - 1));
+            wants_all |= last && capture.positions != Positions::Last && !s.is_generating();
         }
         let watch = self.watch.as_ref().filter(|_| self.is_on);
         (StepTap { batch, running, captures, wants_all, experts: self.experts.as_mut() }, watch)
@@ -286,6 +307,7 @@ impl crate::Engine {
             watch: Some(Stopwatch::new(Some(Trace::new(max_events)))),
             always: true,
             experts: self.watch.experts.take(),
+            n_layers: self.watch.n_layers,
             ..Watch::default()
         };
     }

@@ -30,6 +30,7 @@ pub mod request;
 pub mod sampler;
 mod scheduler;
 mod sequence;
+mod train;
 
 pub use convert::{Conversion, ConvertOptions};
 pub use embed::EmbedOptions;
