@@ -30,7 +30,7 @@ enum What {
 }
 
 impl Trace {
-    /// Enough for about a thousand steps of a model of 30 layers, in 16 MiB.
+    /// Some hundred steps of a model of 30 layers, and 16 MiB.
     pub const MAX_EVENTS: usize = 1 << 19;
 
     /// A trace that begins now and keeps at most so many events, of 32 bytes each.
