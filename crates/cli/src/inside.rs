@@ -94,6 +94,11 @@ fn layers(text: &str) -> Result<Layers, String> {
 }
 
 impl CaptureArgs {
+    /// Whether anything is asked for.
+    pub fn is_wanted(&self) -> bool {
+        self.capture.is_some()
+    }
+
     /// The layers, each once in rising order, and positions; `None` if nothing is asked for.
     pub fn wanted(&self, config: &Config) -> Result<Option<(Vec<usize>, Positions)>, Error> {
         let Some(Layers(ranges)) = &self.capture else { return Ok(None) };
@@ -190,6 +195,15 @@ pub fn print_experts(counts: &ExpertCounts) {
         let most: Vec<String> =
             most.map(|&e| format!("{e} ({:.0} %)", counts[e] as f64 / total as f64 * 100.0)).collect();
         eprintln!("{layer:>12} {total:>10} {:>12}  {}", format!("{chosen} of {}", counts.len()), most.join(", "));
+    }
+}
+
+/// Whether a file can be where it is to be written at the end: told before the work is done.
+pub fn check_folder(path: &Path) -> Result<(), Error> {
+    let folder = path.parent().filter(|folder| !folder.as_os_str().is_empty());
+    match folder {
+        Some(folder) if !folder.is_dir() => Err(Error::file(path, "there is no such folder")),
+        _ => Ok(()),
     }
 }
 

@@ -2,7 +2,7 @@
 
 use crate::chat;
 use crate::error::Error;
-use crate::inside::{CaptureArgs, Residuals, SteeringArgs, print_experts, print_timings, write_trace};
+use crate::inside::{CaptureArgs, Residuals, SteeringArgs, check_folder, print_experts, print_timings, write_trace};
 use crate::options::{RunOptions, SamplingOptions, print_notices};
 use crate::progress::{Progress, Unit};
 use crate::tokenize::read_text;
@@ -68,18 +68,17 @@ pub struct RunArgs {
 /// Runs the command.
 pub fn run(args: &RunArgs) -> Result<(), Error> {
     let is_chat = args.prompt.is_none() && args.file.is_none() && std::io::stdin().is_terminal();
-    if is_chat && (args.raw || args.json) {
-        return Err(Error::Input("a prompt is needed with --raw and --json: give one with -p or -f".into()));
+    if is_chat && (args.raw || args.json || args.capture.is_wanted()) {
+        return Err(Error::Input("a prompt is needed with --raw, --json and --capture: give one with -p or -f".into()));
     }
     let prompt = match (&args.prompt, is_chat) {
         (Some(prompt), _) => Some(prompt.clone()),
         (None, true) => None,
         (None, false) => Some(read_text(args.file.as_ref())?),
     };
+    let capture_file = args.capture.is_wanted().then_some(&args.capture_file);
+    args.trace.iter().chain(capture_file).try_for_each(|path| check_folder(path))?;
     let mut session = Session::load(args)?;
-    if is_chat && session.capture.is_some() {
-        return Err(Error::Input("a prompt is needed with --capture: give one with -p or -f".into()));
-    }
     match prompt {
         None => chat::run(&mut session, args.system.as_deref())?,
         Some(prompt) => {
