@@ -2,11 +2,13 @@
 
 use crate::chat;
 use crate::error::Error;
+use crate::inside::{CaptureArgs, Residuals, SteeringArgs, check_folder, print_experts, print_timings, write_trace};
 use crate::options::{GrammarOptions, RunOptions, SamplingOptions, print_notices};
 use crate::progress::{Progress, Unit};
 use crate::tokenize::read_text;
 use clap::Args;
-use puna::{Engine, Finish, Grammar, ModelFiles, Request};
+use puna::inside::timings_json;
+use puna::{Capture, Engine, Finish, Grammar, ModelFiles, Phase, Positions, Request, Steering, Trace};
 use puna_text::EncodeOptions;
 use serde_json::{Value, json};
 use std::io::{IsTerminal, Write};
@@ -44,9 +46,19 @@ pub struct RunArgs {
     /// Print one JSON object in place of the text: text, token ids, finish reason, timings
     #[arg(long)]
     json: bool,
-    /// Tell how long each kind of operation took
+    /// Tell where the time went, and which experts were chosen
     #[arg(long)]
     profile: bool,
+    /// Write what happened when, for chrome://tracing and Perfetto
+    #[arg(long, value_name = "FILE")]
+    trace: Option<PathBuf>,
+    /// Where --capture writes (safetensors)
+    #[arg(long, value_name = "FILE", default_value = "residuals.safetensors", requires = "capture")]
+    capture_file: PathBuf,
+    #[command(flatten)]
+    capture: CaptureArgs,
+    #[command(flatten)]
+    steering: SteeringArgs,
     #[command(flatten)]
     grammar: GrammarOptions,
     #[command(flatten)]
@@ -58,27 +70,33 @@ pub struct RunArgs {
 /// Runs the command.
 pub fn run(args: &RunArgs) -> Result<(), Error> {
     let is_chat = args.prompt.is_none() && args.file.is_none() && std::io::stdin().is_terminal();
-    if is_chat && (args.raw || args.json) {
-        return Err(Error::Input("a prompt is needed with --raw and --json: give one with -p or -f".into()));
+    if is_chat && (args.raw || args.json || args.capture.is_wanted()) {
+        return Err(Error::Input("a prompt is needed with --raw, --json and --capture: give one with -p or -f".into()));
     }
     let prompt = match (&args.prompt, is_chat) {
         (Some(prompt), _) => Some(prompt.clone()),
         (None, true) => None,
         (None, false) => Some(read_text(args.file.as_ref())?),
     };
+    let capture_file = args.capture.is_wanted().then_some(&args.capture_file);
+    args.trace.iter().chain(capture_file).try_for_each(|path| check_folder(path))?;
     let mut session = Session::load(args)?;
     match prompt {
-        None => chat::run(&mut session, args.system.as_deref()),
+        None => chat::run(&mut session, args.system.as_deref())?,
         Some(prompt) => {
             session.catch_interrupts()?;
+            session.start = Instant::now();
             let ids = if args.raw {
                 session.encode(&prompt)?
             } else {
                 session.encode_chat(args.system.as_deref(), &prompt)?
             };
             session.answer(ids)?;
-            Ok(())
         }
+    }
+    match (&args.trace, session.engine.take_trace()) {
+        (Some(path), Some(trace)) => write_trace(&trace, path),
+        _ => Ok(()),
     }
 }
 
@@ -89,6 +107,12 @@ pub struct Session<'a> {
     template: Option<String>,
     grammar: Option<Grammar>,
     loading: Duration,
+    steering: Option<Arc<Steering>>,
+    /// Layers and positions.
+    capture: Option<(Vec<usize>, Positions)>,
+    /// When work on the current answer began.
+    pub start: Instant,
+    bandwidth: Option<f64>,
     /// Set by Ctrl-C.
     interrupted: Arc<AtomicBool>,
 }
@@ -99,14 +123,21 @@ impl<'a> Session<'a> {
         let files = ModelFiles::open(&args.model)?;
         print_notices(files.notices());
         let mut progress = Progress::new("loading", Unit::Bytes);
-        let mut options = args.options.engine();
-        options.load.profile = args.profile;
-        let engine = Engine::from_files(files, &options, &mut |done, total| progress.update(done, total))?;
+        let options = args.options.engine();
+        let mut engine = Engine::from_files(files, &options, &mut |done, total| progress.update(done, total))?;
         progress.finish();
         print_notices(engine.notices());
         let template = args.template.as_ref().map(|path| read_text(Some(path))).transpose()?;
         let grammar = args.grammar.compile(&engine)?;
-        Ok(Session { engine, args, template, grammar, loading: start.elapsed(), interrupted: Arc::default() })
+        let loading = start.elapsed();
+        let steering = args.steering.steering(engine.config())?;
+        let capture = args.capture.wanted(engine.config())?;
+        let bandwidth = if args.profile { engine.model_mut().read_bandwidth() } else { None };
+        if args.trace.is_some() {
+            engine.trace(Trace::MAX_EVENTS);
+        }
+        let (start, interrupted) = (Instant::now(), Arc::default());
+        Ok(Session { engine, args, template, grammar, loading, steering, capture, start, bandwidth, interrupted })
     }
 
     /// From here on Ctrl-C ends an answer; pressed again before it has ended, the program.
@@ -151,12 +182,19 @@ impl<'a> Session<'a> {
         request.max_tokens = self.args.max_tokens;
         request.stop.clone_from(&self.args.stop);
         request.grammar.clone_from(&self.grammar);
+        request.steering.clone_from(&self.steering);
+        (request.timings, request.count_experts) = (self.args.profile, self.args.profile);
+        let residuals = Residuals::default();
+        let capture = |(layers, positions)| Capture { layers, positions, sink: residuals.sink() };
+        request.capture = self.capture.clone().map(capture);
+        let mut all: Vec<u32> = request.prompt.tokens().collect();
+        let tokenize = self.start.elapsed();
         let total = request.prompt.len() as u64;
         let mut progress = Progress::new("reading the prompt", Unit::Tokens);
         let (mut text, mut ids) = (String::new(), Vec::new());
         let mut printed: Result<(), std::io::Error> = Ok(());
         let (interrupted, as_json) = (&self.interrupted, self.args.json);
-        let finish = self.engine.generate(request, |event| {
+        let mut finish = self.engine.generate(request, |event| {
             if event.token.is_none() && event.finish.is_none() {
                 progress.update(event.computed as u64, total);
             } else {
@@ -170,28 +208,34 @@ impl<'a> Session<'a> {
             }
             printed.is_ok() && !interrupted.load(Ordering::SeqCst)
         })?;
+        let end = Instant::now();
         progress.finish();
         printed?;
+        if !as_json {
+            writeln!(std::io::stdout())?;
+        }
+        if let Some(timings) = &mut finish.timings {
+            timings.add(Phase::Tokenize, tokenize, 0);
+            timings.add(Phase::Write, end.elapsed(), 0);
+        }
+        let wall = self.start.elapsed();
         if as_json {
             writeln!(std::io::stdout(), "{}", self.report(&text, &ids, &finish))?;
         } else {
-            writeln!(std::io::stdout())?;
             eprintln!("{}", summary(&finish));
+            finish.timings.iter().for_each(|timings| print_timings(timings, wall, self.bandwidth));
+            finish.experts.iter().for_each(|counts| print_experts(counts));
         }
-        self.print_profile();
+        if self.capture.is_some() {
+            all.extend(&ids);
+            residuals.write(&self.args.capture_file, self.engine.config().dim, &all)?;
+        }
         Ok(text)
-    }
-
-    fn print_profile(&mut self) {
-        let profile = self.engine.model_mut().take_profile();
-        for (phase, time, calls) in profile.phases() {
-            eprintln!("{phase:>14} {:>10.1} ms {calls:>8} calls", time.as_secs_f64() * 1e3);
-        }
     }
 
     fn report(&self, text: &str, ids: &[u32], finish: &Finish) -> Value {
         let s = &finish.stats;
-        json!({
+        let mut report = json!({
             "text": text,
             "tokens": ids,
             "finish_reason": finish.reason.name(),
@@ -206,7 +250,14 @@ impl<'a> Session<'a> {
                 "generate_s": s.generate_time.as_secs_f64(),
                 "generated_per_second": s.generate_rate(),
             },
-        })
+        });
+        if let Some(timings) = &finish.timings {
+            report["profile"] = timings_json(timings, self.bandwidth);
+        }
+        if let Some(counts) = &finish.experts {
+            report["experts"] = counts.layers().map(|layer| json!(layer)).collect();
+        }
+        report
     }
 }
 

@@ -68,6 +68,7 @@ impl Kernel for Read<'_> {
         let (a, b) = self.0.split_at(2 * quarter);
         let ((a, b), (c, d)) = (a.split_at(quarter), b.split_at(quarter));
         let streams = [a, b, c, d].map(|x| x.as_chunks::<{ 2 * LANES }>().0);
+        #[expect(clippy::needless_range_loop, reason = "it indexes all four")]
         for at in 0..streams[0].len() {
             let mut i = 0;
             while i < 8 {

@@ -6,6 +6,7 @@ use crate::kv::KvCache;
 use crate::weights::Norm;
 use arrayvec::ArrayVec;
 use puna_kernels::ops::{self, Activation, RopeTable, Routing};
+use puna_kernels::roof;
 use puna_kernels::{Acts, Attention, Exec, Isa, KvType, Matrix, MatrixSource, Product, attention, kv_store, matmul};
 
 /// The processor's cores.
@@ -43,6 +44,10 @@ impl Backend for Cpu {
 
     fn describe(&self, matrix: &Matrix) -> (usize, usize, usize) {
         (matrix.rows(), matrix.cols(), matrix.bytes())
+    }
+
+    fn read_bandwidth(&self) -> Option<f64> {
+        Some(roof::read_bandwidth(&self.exec))
     }
 
     fn embed(&self, table: &Matrix, batch: &Batch, scale: f32, out: &mut Acts) {

@@ -28,7 +28,10 @@ pub mod quantize;
 pub mod reference;
 pub mod rope;
 mod source;
-pub mod timed;
+pub mod steering;
+mod timed;
+pub mod timings;
+mod trace;
 pub mod weights;
 
 pub use batch::{Batch, Grown, Outputs, Prompt, Row, Span};
@@ -42,3 +45,6 @@ pub use memory::MemoryCheckpoint;
 pub use model::{BackendKind, LoadOptions, Model};
 pub use prefix::Chain;
 pub use source::Source;
+pub use steering::{ControlVector, Steering};
+pub use timings::{Phase, Stopwatch, Timings};
+pub use trace::Trace;

@@ -1,7 +1,7 @@
 //! A loaded model: from a file to logits.
 
 use crate::backend::Backend;
-use crate::batch::{Batch, MAX_POSITIONS, check_positions, check_rows};
+use crate::batch::{Batch, MAX_POSITIONS, check_positions, check_rows, check_steering};
 use crate::bind::{self, Progress};
 use crate::checkpoint::Checkpoint;
 use crate::config::Config;
@@ -10,7 +10,8 @@ use crate::error::Error;
 use crate::forward::{self, Scratch, Tap};
 use crate::kv::KvCache;
 use crate::reference::Reference;
-use crate::timed::{Profile, Timed};
+use crate::timed::Timed;
+use crate::timings::{Phase, Stopwatch};
 use crate::weights::Weights;
 use puna_kernels::{DType, Isa, KvType, Pool};
 
@@ -40,8 +41,6 @@ pub struct LoadOptions {
     /// whole blocks of it become Q8_0. Norms, biases, routers and embeddings stay as they are, and so do weights that
     /// are quantized already.
     pub quantize: Option<DType>,
-    /// Keep time of each kind of operation, for [`Model::take_profile`].
-    pub profile: bool,
     /// Load the output projection. Without it there are no logits, only [`Model::hidden`]; files need not have one.
     pub head: bool,
 }
@@ -49,15 +48,7 @@ pub struct LoadOptions {
 impl Default for LoadOptions {
     fn default() -> LoadOptions {
         let threads = Pool::default_threads();
-        LoadOptions {
-            backend: BackendKind::Cpu,
-            isa: Isa::detect(),
-            threads,
-            pack: true,
-            quantize: None,
-            profile: false,
-            head: true,
-        }
+        LoadOptions { backend: BackendKind::Cpu, isa: Isa::detect(), threads, pack: true, quantize: None, head: true }
     }
 }
 
@@ -69,56 +60,45 @@ pub struct Model {
     scratch: Scratch,
 }
 
+/// What a forward pass is given.
+struct Step<'a> {
+    config: &'a Config,
+    batch: &'a Batch,
+    kv: &'a mut KvCache,
+    scratch: &'a mut Scratch,
+    tap: &'a mut dyn Tap,
+    watch: Option<&'a Stopwatch>,
+}
+
 /// A backend with its weights, whichever it is.
 trait Runner {
-    fn forward(&self, config: &Config, batch: &Batch, kv: &mut KvCache, scratch: &mut Scratch, tap: &mut dyn Tap);
-    fn head(&self, config: &Config, scratch: &mut Scratch);
+    fn forward(&self, step: Step);
+    fn head(&self, config: &Config, scratch: &mut Scratch, watch: Option<&Stopwatch>);
     fn has_head(&self) -> bool;
     fn threads(&self) -> usize;
     fn bytes_per_step(&self, config: &Config) -> usize;
-    fn take_profile(&self) -> Profile {
-        Profile::default()
-    }
+    fn read_bandwidth(&self) -> Option<f64>;
 }
 
 struct Run<B: Backend>(B, Weights<B::Matrix>, usize);
 
-/// The same with a clock.
-struct TimedRun<B: Backend>(Run<Timed<B>>);
-
-impl<B: Backend> Runner for TimedRun<B> {
-    fn forward(&self, config: &Config, batch: &Batch, kv: &mut KvCache, scratch: &mut Scratch, tap: &mut dyn Tap) {
-        self.0.forward(config, batch, kv, scratch, tap);
-    }
-
-    fn head(&self, config: &Config, scratch: &mut Scratch) {
-        self.0.head(config, scratch);
-    }
-
-    fn has_head(&self) -> bool {
-        self.0.has_head()
-    }
-
-    fn threads(&self) -> usize {
-        self.0.threads()
-    }
-
-    fn bytes_per_step(&self, config: &Config) -> usize {
-        self.0.bytes_per_step(config)
-    }
-
-    fn take_profile(&self) -> Profile {
-        self.0.0.take()
-    }
-}
-
 impl<B: Backend> Runner for Run<B> {
-    fn forward(&self, config: &Config, batch: &Batch, kv: &mut KvCache, scratch: &mut Scratch, tap: &mut dyn Tap) {
-        forward::forward(&self.0, (config, &self.1), batch, kv, scratch, tap);
+    fn forward(&self, step: Step) {
+        let Step { config, batch, kv, scratch, tap, watch } = step;
+        match watch {
+            None => forward::forward(&self.0, (config, &self.1), batch, kv, scratch, tap),
+            Some(watch) => {
+                watch.read(Phase::Attention, kv.bytes_read(batch));
+                forward::forward(&Timed { inner: &self.0, watch }, (config, &self.1), batch, kv, scratch, tap);
+            }
+        }
     }
 
-    fn head(&self, config: &Config, scratch: &mut Scratch) {
-        forward::head(&self.0, (config, &self.1), scratch);
+    fn head(&self, config: &Config, scratch: &mut Scratch, watch: Option<&Stopwatch>) {
+        match watch {
+            None => forward::head(&self.0, (config, &self.1), scratch),
+            Some(watch) => forward::head(&Timed { inner: &self.0, watch }, (config, &self.1), scratch),
+        }
     }
 
     fn has_head(&self) -> bool {
@@ -132,6 +112,10 @@ impl<B: Backend> Runner for Run<B> {
     fn bytes_per_step(&self, config: &Config) -> usize {
         let bytes = |m: &B::Matrix| self.0.describe(m).2;
         self.1.bytes_per_step(config, &bytes)
+    }
+
+    fn read_bandwidth(&self) -> Option<f64> {
+        self.0.read_bandwidth()
     }
 }
 
@@ -158,11 +142,7 @@ impl Model {
                 let threads = cpu.exec().pool.threads();
                 let quantize = options.quantize.map(|dtype| (&cpu.exec().pool, dtype));
                 let weights = bind::load(&cpu, weights, quantize, progress);
-                if options.profile {
-                    Box::new(TimedRun(Run(Timed::new(cpu), weights, threads)))
-                } else {
-                    Box::new(Run(cpu, weights, threads))
-                }
+                Box::new(Run(cpu, weights, threads))
             }
             BackendKind::Reference => {
                 let pool = Pool::new(options.threads);
@@ -194,9 +174,10 @@ impl Model {
         self.runner.threads()
     }
 
-    /// Time of each kind of operation since the last call; empty unless [`LoadOptions::profile`] was set.
-    pub fn take_profile(&self) -> Profile {
-        self.runner.take_profile()
+    /// Bytes a second that its threads read from memory at best, measured: a third of a second, and 256 MB. `None` for
+    /// the reference.
+    pub fn read_bandwidth(&self) -> Option<f64> {
+        self.runner.read_bandwidth()
     }
 
     /// Bytes of weights that one token reads: all but the embedding table and the experts that are not chosen.
@@ -220,17 +201,31 @@ impl Model {
     }
 
     /// [`Model::forward`] with a tap on the residual. One that changes it must not be used on sequences that share blocks
-    /// ([`KvCache::add_shared`]): what it changes is no part of what blocks are known by.
+    /// ([`KvCache::add_shared`]): what it changes is no part of what blocks are known by. [`Batch::steer`] is.
     ///
     /// # Errors
     /// As [`Model::forward`].
     pub fn forward_with(&mut self, batch: &Batch, kv: &mut KvCache, tap: &mut dyn Tap) -> Result<&[f32], Error> {
+        self.forward_timed(batch, kv, tap, None)
+    }
+
+    /// [`Model::forward_with`] and a stopwatch, whose laps are the operations.
+    ///
+    /// # Errors
+    /// As [`Model::forward`].
+    pub fn forward_timed(
+        &mut self,
+        batch: &Batch,
+        kv: &mut KvCache,
+        tap: &mut dyn Tap,
+        watch: Option<&Stopwatch>,
+    ) -> Result<&[f32], Error> {
         if !self.has_head() {
             return Err(Error::NoHead);
         }
-        self.compute(batch, kv, tap)?;
+        self.compute(batch, kv, tap, watch)?;
         kv.commit(batch);
-        self.runner.head(&self.config, &mut self.scratch);
+        self.runner.head(&self.config, &mut self.scratch, watch);
         Ok(self.scratch.logits.values())
     }
 
@@ -243,9 +238,9 @@ impl Model {
         if !self.has_head() {
             return Err(Error::NoHead);
         }
-        self.compute(batch, kv, &mut ())?;
+        self.compute(batch, kv, &mut (), None)?;
         kv.rollback(batch);
-        self.runner.head(&self.config, &mut self.scratch);
+        self.runner.head(&self.config, &mut self.scratch, None);
         Ok(self.scratch.logits.values())
     }
 
@@ -255,13 +250,19 @@ impl Model {
     /// # Errors
     /// As [`Model::forward`], except [`Error::NoHead`].
     pub fn hidden(&mut self, batch: &Batch, kv: &mut KvCache) -> Result<&[f32], Error> {
-        self.compute(batch, kv, &mut ())?;
+        self.compute(batch, kv, &mut (), None)?;
         kv.commit(batch);
         Ok(self.scratch.h.values())
     }
 
     /// Everything before the logits. The batch's rows are in the cache's blocks, but not yet counted.
-    fn compute(&mut self, batch: &Batch, kv: &mut KvCache, tap: &mut dyn Tap) -> Result<(), Error> {
+    fn compute(
+        &mut self,
+        batch: &Batch,
+        kv: &mut KvCache,
+        tap: &mut dyn Tap,
+        watch: Option<&Stopwatch>,
+    ) -> Result<(), Error> {
         self.check(batch, kv)?;
         kv.prepare(batch)?;
         let (cos, sin) = (&mut self.scratch.cos, &mut self.scratch.sin);
@@ -276,7 +277,10 @@ impl Model {
                 row += 1;
             }
         }
-        self.runner.forward(&self.config, batch, kv, &mut self.scratch, tap);
+        if let Some(watch) = watch {
+            watch.lap(Phase::Schedule);
+        }
+        self.runner.forward(Step { config: &self.config, batch, kv, scratch: &mut self.scratch, tap, watch });
         Ok(())
     }
 
@@ -315,8 +319,12 @@ impl Model {
                      which rotate otherwise: it must be computed again from its beginning"
                 ));
             }
+            if !kv.can_steer(span.seq, batch.steering_of(i)) {
+                return error(format!("span {i}: its sequence shares blocks and was steered otherwise so far"));
+            }
             rows += span.rows;
         }
+        check_steering(batch, &self.config)?;
         check_positions(&batch.positions, n, MAX_POSITIONS)?;
         let deepstack = self.config.n_deepstack * batch.embeds.len();
         if !batch.deepstack.is_empty() && batch.deepstack.len() != deepstack {

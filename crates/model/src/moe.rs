@@ -35,6 +35,11 @@ pub struct MoeScratch {
 }
 
 impl MoeScratch {
+    /// The experts that the last rows went to, `[rows, used]`, in the order of rank.
+    pub fn chosen(&self) -> &[u32] {
+        &self.ids
+    }
+
     /// Sorts choices by expert, rows in rising order within an expert.
     fn sort(&mut self, n_experts: usize, used: usize) {
         let n = self.ids.len();
@@ -78,6 +83,7 @@ impl<B: Backend> MoeStep<'_, B> {
     /// `out[row]` = the weighted sum of the row's experts, in the order of rank, and of the shared one.
     pub fn forward(&mut self, moe: &Moe<B::Matrix>, x: &mut Acts, out: &mut Acts) {
         if x.rows() == 0 {
+            self.s.ids.clear();
             return out.resize(0, x.cols());
         }
         self.route(moe, x);

@@ -24,12 +24,14 @@ pub mod engine;
 pub mod error;
 pub mod files;
 pub mod grammar;
+pub mod inside;
 mod pace;
 pub mod pooling;
 pub mod request;
 pub mod sampler;
 mod scheduler;
 mod sequence;
+mod train;
 
 pub use chat::{Chat, ChatEnd, Conversation};
 pub use convert::{Conversion, ConvertOptions};
@@ -38,8 +40,9 @@ pub use engine::{Engine, EngineOptions, Status};
 pub use error::Error;
 pub use files::ModelFiles;
 pub use grammar::{Grammar, Grammars, ToolChoice, ToolGrammar};
+pub use inside::{Capture, Captured, ExpertCounts, Positions};
 pub use pooling::{Declared, Pooling};
 pub use request::{Event, Finish, FinishReason, Logprobs, Request, RequestId, Stats};
 
 pub use puna_kernels::{Isa, KvType, Pool};
-pub use puna_model::{BackendKind, LoadOptions, Prompt, Row};
+pub use puna_model::{BackendKind, ControlVector, LoadOptions, Phase, Prompt, Row, Steering, Timings, Trace, steering};
