@@ -2,14 +2,15 @@
 //! beside.
 
 use crate::error::Error;
+use crate::inside::{print_timings, write_trace};
 use crate::options::{LoadArgs, print_notices};
 use clap::Args;
 use puna_kernels::Isa;
-use puna_model::{Batch, Model, Outputs, SeqId, Source};
+use puna_model::{Batch, KvCache, Model, Outputs, SeqId, Source, Stopwatch, Timings, Trace};
 use serde_json::{Map, Value, json};
 use std::io::Write;
 use std::path::PathBuf;
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 /// Arguments of `puna bench`.
 #[derive(Args)]
@@ -31,6 +32,12 @@ pub struct BenchArgs {
     /// Times each test is repeated
     #[arg(short = 'r', long, default_value_t = 3)]
     repeat: usize,
+    /// Tell where the time of each test went
+    #[arg(long)]
+    profile: bool,
+    /// Write what happened when, for chrome://tracing and Perfetto
+    #[arg(long, value_name = "FILE")]
+    trace: Option<PathBuf>,
     #[command(flatten)]
     load: LoadArgs,
 }
@@ -46,7 +53,11 @@ pub fn run(args: &BenchArgs) -> Result<(), Error> {
     let model = Model::load(&source, &options, &mut |_, _| {})?;
     let seconds = start.elapsed().as_secs_f64();
     print_notices(model.notices());
-    let mut bench = Bench { model, args, isa: options.isa, random: 1, batch: Batch::default() };
+    let trace = args.trace.as_ref().map(|_| Trace::new(Trace::MAX_EVENTS));
+    let watch = (args.profile || trace.is_some()).then(|| Stopwatch::new(trace));
+    let bandwidth = if args.profile { model.read_bandwidth() } else { None };
+    let (batch, timings) = (Batch::default(), Timings::default());
+    let mut bench = Bench { model, args, isa: options.isa, random: 1, batch, watch, timings, bandwidth };
     bench.print("load", json!({ "seconds": round(seconds, 3) }))?;
     for &n in &args.prompt {
         bench.prompt(n)?;
@@ -57,7 +68,10 @@ pub fn run(args: &BenchArgs) -> Result<(), Error> {
     for &n in args.batch.iter().filter(|&&n| n > 1) {
         bench.generate(&format!("b{n}"), n, 16)?;
     }
-    Ok(())
+    match (&args.trace, bench.watch.as_mut().and_then(Stopwatch::take_trace)) {
+        (Some(path), Some(trace)) => write_trace(&trace, path),
+        _ => Ok(()),
+    }
 }
 
 struct Bench<'a> {
@@ -66,6 +80,10 @@ struct Bench<'a> {
     isa: Isa,
     random: u64,
     batch: Batch,
+    watch: Option<Stopwatch>,
+    /// Of the rounds of the current test that count.
+    timings: Timings,
+    bandwidth: Option<f64>,
 }
 
 impl Bench<'_> {
@@ -76,7 +94,7 @@ impl Bench<'_> {
         (self.random % self.model.config().vocab_size as u64) as u32
     }
 
-    fn feed(&mut self, kv: &mut puna_model::KvCache, seq: SeqId, n: usize) -> Result<(), Error> {
+    fn feed(&mut self, kv: &mut KvCache, seq: SeqId, n: usize) -> Result<(), Error> {
         let mut done = kv.len(seq).unwrap_or(0);
         let end = done + n;
         while done < end {
@@ -84,7 +102,7 @@ impl Bench<'_> {
             let last = done + tokens.len() == end;
             self.batch.clear();
             self.batch.push(seq, done, &tokens, if last { Outputs::Last } else { Outputs::None });
-            self.model.forward(&self.batch, kv)?;
+            self.forward(kv)?;
             done += tokens.len();
         }
         Ok(())
@@ -95,11 +113,12 @@ impl Bench<'_> {
         for round in 0..=self.args.repeat {
             let mut kv = self.model.kv_cache(self.args.load.kv);
             let seq = kv.add();
-            let start = Instant::now();
+            let (begin, start) = (self.begin(), Instant::now());
             // The first round warms up.
             self.feed(&mut kv, seq, if round == 0 { n.min(64) } else { n })?;
             if round > 0 {
                 samples.push(start.elapsed().as_secs_f64());
+                self.count(&begin);
             }
         }
         self.row(&format!("pp{n}"), &samples, n, Map::new())
@@ -118,11 +137,12 @@ impl Bench<'_> {
             if n_seqs == 1 {
                 self.step(&mut kv, &seqs)?;
             }
-            let start = Instant::now();
+            let (begin, start) = (self.begin(), Instant::now());
             for _ in 0..n {
                 self.step(&mut kv, &seqs)?;
             }
             samples.push(start.elapsed().as_secs_f64());
+            self.count(&begin);
             kv_bytes = kv.bytes_held();
         }
         let best = samples.iter().copied().fold(f64::INFINITY, f64::min);
@@ -131,17 +151,35 @@ impl Bench<'_> {
         self.row(test, &samples, n * n_seqs, more)
     }
 
-    fn step(&mut self, kv: &mut puna_model::KvCache, seqs: &[SeqId]) -> Result<(), Error> {
+    fn step(&mut self, kv: &mut KvCache, seqs: &[SeqId]) -> Result<(), Error> {
         self.batch.clear();
         for &seq in seqs {
             let token = self.token();
             self.batch.push(seq, kv.len(seq).unwrap_or(0), &[token], Outputs::Last);
         }
-        self.model.forward(&self.batch, kv)?;
+        self.forward(kv)
+    }
+
+    fn forward(&mut self, kv: &mut KvCache) -> Result<(), Error> {
+        self.watch.iter().for_each(Stopwatch::begin_step);
+        self.model.forward_timed(&self.batch, kv, &mut (), self.watch.as_ref())?;
+        self.watch.iter().for_each(|watch| watch.end_step(self.batch.rows.len(), self.batch.spans.len()));
         Ok(())
     }
 
-    fn row(&self, test: &str, seconds: &[f64], tokens: usize, more: Map<String, Value>) -> Result<(), Error> {
+    /// A round begins: what was measured so far.
+    fn begin(&self) -> Timings {
+        self.watch.iter().for_each(Stopwatch::skip);
+        self.watch.as_ref().map(Stopwatch::timings).unwrap_or_default()
+    }
+
+    /// A round ends that counts.
+    fn count(&mut self, begin: &Timings) {
+        let new = self.watch.as_ref().map(Stopwatch::timings).unwrap_or_default().since(begin);
+        self.timings.add_share(&new, 1.0);
+    }
+
+    fn row(&mut self, test: &str, seconds: &[f64], tokens: usize, more: Map<String, Value>) -> Result<(), Error> {
         let mut rates: Vec<f64> = seconds.iter().map(|s| tokens as f64 / s).collect();
         rates.sort_by(f64::total_cmp);
         let Some((min, max)) = rates.first().zip(rates.last()) else { return Ok(()) };
@@ -159,7 +197,13 @@ impl Bench<'_> {
         if let Value::Object(fields) = &mut fields {
             fields.extend(more);
         }
-        self.print(test, fields)
+        self.print(test, fields)?;
+        let timings = std::mem::take(&mut self.timings);
+        if self.args.profile {
+            eprintln!("{test}:");
+            print_timings(&timings, Duration::from_secs_f64(seconds.iter().sum()), self.bandwidth);
+        }
+        Ok(())
     }
 
     fn print(&self, test: &str, fields: Value) -> Result<(), Error> {

@@ -11,6 +11,7 @@ use crate::error::Error;
 use crate::paging::Pages;
 use crate::prefix::{BlockKey, Chain};
 use crate::rope::Rope;
+use crate::steering::Steering;
 use puna_kernels::{AttnScratch, KV_BLOCK, KvBlocks, KvLayer, KvLayout, KvPlan, KvType, KvView};
 use std::collections::VecDeque;
 
@@ -331,6 +332,16 @@ impl KvCache {
         })
     }
 
+    /// Bytes of keys and values that attention of a batch's rows reads, over all layers, each once.
+    pub(crate) fn bytes_read(&self, batch: &Batch) -> u64 {
+        let of_group = |(g, group): (usize, &Group)| {
+            let layers = self.layers.iter().filter(|(of, _)| *of == g).count();
+            let seen = batch.spans.iter().map(|s| s.start + s.rows - first_needed(group.window, s.start));
+            seen.sum::<usize>() as u64 * (layers * self.layout.layer_bytes()) as u64 / KV_BLOCK as u64
+        };
+        self.groups.iter().enumerate().map(of_group).sum()
+    }
+
     /// Positions that one sequence can have if it is alone.
     pub fn capacity(&self) -> usize {
         let fits = |group: &Group| {
@@ -402,6 +413,12 @@ impl KvCache {
         self.slot(seq).and_then(|slot| slot.seq.as_ref()).map_or(0, |s| s.total)
     }
 
+    /// Whether the next rows of a sequence may be steered like this: one that shares blocks is so from its beginning.
+    pub(crate) fn can_steer(&self, seq: SeqId, steering: Option<&Steering>) -> bool {
+        let chain = self.slot(seq).and_then(|slot| slot.seq.as_ref()?.chain.as_ref());
+        chain.is_none_or(|chain| chain.is_empty() || chain.is_steered_by(steering))
+    }
+
     /// Forgets the positions of a sequence from `len` on. Where a window has already given back blocks that the
     /// shorter sequence would need, it is emptied. Returns the length it has now.
     pub fn truncate(&mut self, seq: SeqId, len: usize) -> usize {
@@ -465,12 +482,13 @@ impl KvCache {
     /// given back.
     pub(crate) fn commit(&mut self, batch: &Batch) {
         let mut row = 0;
-        for span in &batch.spans {
+        for (i, span) in batch.spans.iter().enumerate() {
             let s = self.seqs[span.seq.index as usize].seq.as_mut().expect("spans were checked");
             s.total = span.total.max(s.len + span.rows);
             if let Some(chain) = &mut s.chain {
                 if s.len == 0 {
                     *chain = Chain::new(self.rope.is_long(s.total));
+                    chain.set_steering(batch.steering_of(i));
                 }
                 let from = s.len / KV_BLOCK;
                 chain.extend_from(batch, row..row + span.rows, self.dim);

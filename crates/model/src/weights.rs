@@ -1,6 +1,7 @@
 //! A model's weights. Optional parts exist where the file has their tensors.
 
 use crate::config::Config;
+use crate::timings::Phase;
 
 /// All weights of a model.
 pub struct Weights<M> {
@@ -102,6 +103,8 @@ pub struct Linear<M> {
     pub weight: M,
     /// `[out]`.
     pub bias: Option<Vec<f32>>,
+    /// What the time of its products counts to.
+    pub phase: Phase,
 }
 
 /// A root-mean-square norm.
@@ -227,6 +230,6 @@ impl<M> Dense<M> {
 
 impl<M> Linear<M> {
     fn map<N>(self, f: &mut impl FnMut(M) -> N) -> Linear<N> {
-        Linear { weight: f(self.weight), bias: self.bias }
+        Linear { weight: f(self.weight), bias: self.bias, phase: self.phase }
     }
 }
