@@ -55,9 +55,9 @@ pub fn run(args: &BenchArgs) -> Result<(), Error> {
     print_notices(model.notices());
     let trace = args.trace.as_ref().map(|_| Trace::new(Trace::MAX_EVENTS));
     let watch = (args.profile || trace.is_some()).then(|| Stopwatch::new(trace));
-    let bandwidth = if args.profile { model.read_bandwidth() } else { None };
     let (batch, timings) = (Batch::default(), Timings::default());
-    let mut bench = Bench { model, args, isa: options.isa, random: 1, batch, watch, timings, bandwidth };
+    let mut bench =
+        Bench { model, args, isa: options.isa, random: 1, batch, watch, timings, bandwidth: None, peak_mb: None };
     bench.print("load", json!({ "seconds": round(seconds, 3) }))?;
     for &n in &args.prompt {
         bench.prompt(n)?;
@@ -83,7 +83,10 @@ struct Bench<'a> {
     watch: Option<Stopwatch>,
     /// Of the rounds of the current test that count.
     timings: Timings,
+    /// Bytes a second that the machine read before or after the current test.
     bandwidth: Option<f64>,
+    /// The most memory that was held before the bandwidth was measured, which takes some.
+    peak_mb: Option<u64>,
 }
 
 impl Bench<'_> {
@@ -121,13 +124,16 @@ impl Bench<'_> {
                 self.count(&begin);
             }
         }
-        self.row(&format!("pp{n}"), &samples, n, Map::new())
+        let (layers, head) = self.model.ops_per_row();
+        let more = rate("gop_s", (layers * n + head) as f64, &samples);
+        self.row(&format!("pp{n}"), &samples, n, more)
     }
 
     fn generate(&mut self, test: &str, n_seqs: usize, depth: usize) -> Result<(), Error> {
         let n = self.args.generate;
         let mut samples = Vec::new();
         let mut kv_bytes = 0;
+        let before = self.read_bandwidth();
         for _ in 0..self.args.repeat {
             let mut kv = self.model.kv_cache(self.args.load.kv);
             let seqs: Vec<SeqId> = (0..n_seqs).map(|_| kv.add()).collect();
@@ -145,9 +151,16 @@ impl Bench<'_> {
             self.count(&begin);
             kv_bytes = kv.bytes_held();
         }
-        let best = samples.iter().copied().fold(f64::INFINITY, f64::min);
+        let (layers, head) = self.model.ops_per_row();
         let bytes = (self.model.bytes_per_step() + kv_bytes) as f64 * n as f64;
-        let more = Map::from_iter([("gb_s".to_owned(), json!(round(bytes / best / 1e9, 1)))]);
+        let mut more = rate("gb_s", bytes, &samples);
+        more.extend(rate("gop_s", ((layers + head) * n * n_seqs) as f64, &samples));
+        self.bandwidth = before.zip(self.read_bandwidth()).map(|(before, after)| before.max(after));
+        if let Some(bandwidth) = self.bandwidth {
+            let best = samples.iter().copied().fold(f64::INFINITY, f64::min);
+            more.insert("read_gb_s".into(), json!(round(bandwidth / 1e9, 1)));
+            more.insert("read_share".into(), json!(round(bytes / best / bandwidth, 2)));
+        }
         self.row(test, &samples, n * n_seqs, more)
     }
 
@@ -177,6 +190,15 @@ impl Bench<'_> {
     fn count(&mut self, begin: &Timings) {
         let new = self.watch.as_ref().map(Stopwatch::timings).unwrap_or_default().since(begin);
         self.timings.add_share(&new, 1.0);
+    }
+
+    /// Measures how fast the machine reads just now, without counting the memory that takes.
+    fn read_bandwidth(&mut self) -> Option<f64> {
+        self.peak_mb = self.peak_mb.max(peak_memory_mb());
+        let bandwidth = self.model.read_bandwidth();
+        // Linux forgets the peak; elsewhere it is not told.
+        let _ = std::fs::write("/proc/self/clear_refs", "5");
+        bandwidth
     }
 
     fn row(&mut self, test: &str, seconds: &[f64], tokens: usize, more: Map<String, Value>) -> Result<(), Error> {
@@ -210,13 +232,19 @@ impl Bench<'_> {
         let mut line = json!({ "engine": "puna", "test": test });
         if let (Value::Object(line), Value::Object(fields)) = (&mut line, fields) {
             line.extend(fields);
-            if let Some(mb) = peak_memory_mb() {
+            if let Some(mb) = self.peak_mb.max(peak_memory_mb()) {
                 line.insert("peak_mb".into(), json!(mb));
             }
         }
         writeln!(std::io::stdout(), "{line}")?;
         Ok(())
     }
+}
+
+/// 10^9 a second, in the fastest of the rounds.
+fn rate(name: &str, amount: f64, seconds: &[f64]) -> Map<String, Value> {
+    let best = seconds.iter().copied().fold(f64::INFINITY, f64::min);
+    Map::from_iter([(name.to_owned(), json!(round(amount / best / 1e9, 1)))])
 }
 
 fn round(x: f64, digits: i32) -> f64 {

@@ -94,6 +94,7 @@ trait Runner {
     fn has_head(&self) -> bool;
     fn threads(&self) -> usize;
     fn bytes_per_step(&self, config: &Config) -> usize;
+    fn ops_per_row(&self, config: &Config) -> (usize, usize);
     fn expert_stats(&self) -> Option<ExpertStats>;
     fn read_bandwidth(&self) -> Option<f64>;
 }
@@ -139,7 +140,16 @@ impl<B: Backend> Runner for Run<B> {
         let bytes = |m: &B::Matrix| self.backend.describe(m).2;
         let used = config.moe.map_or(0, |moe| moe.routing.used);
         let streamed = self.experts.as_ref().map_or(0, |experts| experts.borrow().bytes_per_step(used));
-        self.weights.bytes_per_step(config, &bytes) + streamed
+        self.weights.per_step(config, &bytes) + streamed
+    }
+
+    fn ops_per_row(&self, config: &Config) -> (usize, usize) {
+        let ops = |m: &B::Matrix| {
+            let (rows, cols, _) = self.backend.describe(m);
+            2 * rows * cols
+        };
+        let head = if self.weights.has_head { ops(&self.weights.head().weight) } else { 0 };
+        (self.weights.per_step(config, &ops) - head, head)
     }
 
     fn expert_stats(&self) -> Option<ExpertStats> {
@@ -272,6 +282,12 @@ impl Model {
     /// Bytes of weights that one token reads: all but the embedding table and the experts that are not chosen.
     pub fn bytes_per_step(&self) -> usize {
         self.runner.bytes_per_step(&self.config)
+    }
+
+    /// Operations of the products with one row, two a weight: of its layers, and of the output projection, which only
+    /// rows with logits meet. Experts in memory only; attention is not counted.
+    pub fn ops_per_row(&self) -> (usize, usize) {
+        self.runner.ops_per_row(&self.config)
     }
 
     /// An empty cache for its sequences, as large as they need.
