@@ -35,7 +35,9 @@ def frames(text):
 
 
 def streams():
-    status, headers, text = curl("/v1/chat/completions", {**CHAT, "stream": True, "stream_options": {"include_usage": True}})
+    status, headers, text = curl(
+        "/v1/chat/completions", {**CHAT, "stream": True, "stream_options": {"include_usage": True}}
+    )
     assert status == 200 and headers["content-type"].startswith("text/event-stream"), headers
     assert headers["cache-control"] == "no-cache" and headers["transfer-encoding"] == "chunked", headers
     *pieces, finish, usage = frames(text)

@@ -37,7 +37,9 @@ def answers():
 
 def hosted():
     """The way that it has for vLLM, and fields that are not OpenAI's."""
-    options = dict(**OPTIONS, messages=PERU, max_tokens=6, extra_body={"top_k": 1, "min_p": 0, "repetition_penalty": 1.0})
+    options = dict(
+        **OPTIONS, messages=PERU, max_tokens=6, extra_body={"top_k": 1, "min_p": 0, "repetition_penalty": 1.0}
+    )
     answer = litellm.completion(model="hosted_vllm/small", **options)
     assert answer.choices[0].finish_reason == "length" and answer.usage.completion_tokens == 6, answer
     text = litellm.text_completion(model="text-completion-openai/small", prompt="One, two,", max_tokens=4, **OPTIONS)

@@ -50,7 +50,9 @@ def ids(text):
 def score(context, answer):
     """The sum of the answer's log-probabilities after the context, and whether each of its tokens was the likeliest."""
     whole, begin = ids(context + answer), len(ids(context))
-    scored = ask("/v1/completions", {"prompt": whole, "echo": True, "logprobs": 1, "max_tokens": 0})["choices"][0]["logprobs"]
+    scored = ask("/v1/completions", {"prompt": whole, "echo": True, "logprobs": 1, "max_tokens": 0})["choices"][0][
+        "logprobs"
+    ]
     tops = [max(top.values()) for top in scored["top_logprobs"][begin:]]
     own = scored["token_logprobs"][begin:]
     return sum(own), own == tops
@@ -70,8 +72,14 @@ def main(folder):
         (folder / f"{i}.yaml").write_text(text)
     results = simple_evaluate(
         model="local-completions",
-        model_args=dict(model="small", base_url=f"{URL}/v1/completions", auth_token=os.environ["OPENAI_API_KEY"],
-                        num_concurrent=4, max_retries=1, timeout=600),
+        model_args=dict(
+            model="small",
+            base_url=f"{URL}/v1/completions",
+            auth_token=os.environ["OPENAI_API_KEY"],
+            num_concurrent=4,
+            max_retries=1,
+            timeout=600,
+        ),
         tasks=["puna_choice", "puna_text"],
         task_manager=TaskManager(include_path=str(folder), include_defaults=False),
         bootstrap_iters=0,

@@ -10,7 +10,6 @@ import asyncio
 import json
 import math
 import sys
-import urllib.request
 from typing import Literal
 
 import openai
@@ -50,7 +49,10 @@ def answers():
     stopped = chat(stop=["Lima", "Peru"])
     text = choice.message.content
     assert stopped.choices[0].message.content == text[: min(map(text.index, ["Lima", "Peru"]))], stopped
-    parts = [{"role": "developer", "content": "Be brief."}, {"role": "user", "content": [{"type": "text", "text": "Hi"}]}]
+    parts = [
+        {"role": "developer", "content": "Be brief."},
+        {"role": "user", "content": [{"type": "text", "text": "Hi"}]},
+    ]
     plain = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hi"}]
     assert chat(parts, max_tokens=8).choices[0].message == chat(plain, max_tokens=8).choices[0].message
 
@@ -69,7 +71,9 @@ def streams():
     whole = chat(logprobs=True, top_logprobs=3)
     options = dict(logprobs=True, top_logprobs=3, stream=True, stream_options={"include_usage": True})
     *pieces, usage = chat(**options)
-    assert {piece.id for piece in pieces} == {usage.id} and {piece.object for piece in pieces} == {"chat.completion.chunk"}
+    assert {piece.id for piece in pieces} == {usage.id} and {piece.object for piece in pieces} == {
+        "chat.completion.chunk"
+    }
     deltas = [piece.choices[0].delta for piece in pieces]
     assert [delta.role for delta in deltas] == ["assistant"] + [None] * (len(deltas) - 1)
     assert "".join(delta.content or "" for delta in deltas) == whole.choices[0].message.content
@@ -163,7 +167,9 @@ def streamed_tools():
         assert all(call.id is None and call.type is None and call.function.name is None for call in rest), rest
         assert "".join(call.function.arguments for call in calls) == whole.function.arguments
 
-    with client.chat.completions.stream(model=MODEL, messages=ASK, temperature=0, tool_choice="required", **CALL) as stream:
+    with client.chat.completions.stream(
+        model=MODEL, messages=ASK, temperature=0, tool_choice="required", **CALL
+    ) as stream:
         (done,) = [event for event in stream if event.type == "tool_calls.function.arguments.done"]
     assert isinstance(done.parsed_arguments, (Weather, Sum)), done
 
@@ -201,7 +207,9 @@ def schemas():
     schema = {"type": "object", "properties": {"n": {"type": "integer", "multipleOf": 5, "minimum": 5, "maximum": 50}}}
     schema |= {"required": ["n"], "additionalProperties": False}
     kind = {"type": "json_schema", "json_schema": {"name": "number", "strict": True, "schema": schema}}
-    answer = chat([{"role": "user", "content": "A number."}], response_format=kind, max_tokens=60, temperature=1, seed=1)
+    answer = chat(
+        [{"role": "user", "content": "A number."}], response_format=kind, max_tokens=60, temperature=1, seed=1
+    )
     assert json.loads(answer.choices[0].message.content)["n"] in range(5, 51, 5), answer
     kind["json_schema"]["schema"] = {"type": "array", "items": {}, "contains": {"const": 1}}
     refused = expect(openai.BadRequestError, lambda: chat(response_format=kind))
@@ -218,7 +226,9 @@ def embeddings():
         assert abs(math.hypot(*b.embedding) - 1) < 1e-5
     alone = client.embeddings.create(model=MODEL, input=texts[1], encoding_format="float")
     assert alone.data[0].embedding == plain.data[1].embedding
-    half = client.embeddings.create(model=MODEL, input=texts[1], dimensions=100, encoding_format="float").data[0].embedding
+    half = (
+        client.embeddings.create(model=MODEL, input=texts[1], dimensions=100, encoding_format="float").data[0].embedding
+    )
     length = math.hypot(*alone.data[0].embedding[:100])
     assert len(half) == 100 and all(abs(x - y / length) < 1e-6 for x, y in zip(half, alone.data[0].embedding))
     ids = client.post("/../tokenize", body={"prompt": texts[1]}, cast_to=object)["tokens"]
@@ -236,10 +246,14 @@ def completions():
     lists = choice.logprobs
     assert choice.text.startswith(prompt) and "".join(lists.tokens) == choice.text, choice
     count = scored.usage.total_tokens
-    assert [len(lists.tokens), len(lists.token_logprobs), len(lists.top_logprobs), len(lists.text_offset)] == [count] * 4
+    assert [len(lists.tokens), len(lists.token_logprobs), len(lists.top_logprobs), len(lists.text_offset)] == [
+        count
+    ] * 4
     assert lists.token_logprobs[0] is None and lists.top_logprobs[0] is None, lists
     assert all(x <= 0 for x in lists.token_logprobs[1:]), lists
-    for token, score, top, offset in list(zip(lists.tokens, lists.token_logprobs, lists.top_logprobs, lists.text_offset))[1:]:
+    for token, score, top, offset in list(
+        zip(lists.tokens, lists.token_logprobs, lists.top_logprobs, lists.text_offset)
+    )[1:]:
         assert top[token] == score and 2 <= len(top) <= 3, (token, top)
         assert choice.text[offset:].startswith(token), (token, offset)
 
