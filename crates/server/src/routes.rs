@@ -6,7 +6,7 @@ use crate::http::{self, Guarded, RequestName, blocking, json};
 use crate::openai::chat::ChatRequest;
 use crate::openai::completions::CompletionRequest;
 use crate::openai::embeddings::EmbeddingRequest;
-use crate::openai::tokens::{DetokenizeRequest, TemplateRequest, TokenizeRequest};
+use crate::openai::tokens::{self, DetokenizeRequest, TemplateRequest, TokenizeRequest};
 use crate::openai::{ApiError, Card, Kind};
 use axum::Router;
 use axum::body::Body;
@@ -30,6 +30,7 @@ pub(crate) fn routes() -> Vec<(&'static str, MethodRouter<Arc<App>>)> {
         ("/v1/models/{id}", get(model)),
         ("/tokenize", post(tokenize)),
         ("/detokenize", post(detokenize)),
+        ("/tokenizer_info", get(tokenizer_info)),
         ("/apply-template", post(apply_template)),
         ("/health", get(health)),
         ("/metrics", get(metrics)),
@@ -134,6 +135,10 @@ async fn tokenize(State(app): Shared, body: Body) -> Answer {
 
 async fn detokenize(State(app): Shared, body: Body) -> Answer {
     simple(app, body, DetokenizeRequest::read, |r| r.model.as_deref(), DetokenizeRequest::body).await
+}
+
+async fn tokenizer_info(State(app): Shared) -> Answer {
+    Ok(json(StatusCode::OK, &tokens::info(&app.pick(None)?.1)?))
 }
 
 async fn apply_template(State(app): Shared, body: Body) -> Answer {

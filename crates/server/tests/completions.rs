@@ -252,6 +252,11 @@ fn texts_and_tokens() {
     assert_eq!(prompt, "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n");
     let ids = server.post("/tokenize", &messages).json()["tokens"].clone();
     assert_eq!(server.post("/tokenize", &json!({ "prompt": prompt })).json()["tokens"], ids);
+    let info = server.get("/tokenizer_info").json();
+    let end = json!({ "prompt": info["eos_token"], "add_special_tokens": false });
+    assert_eq!(server.post("/tokenize", &end).json()["count"], 1, "{info}");
+    assert!(info["chat_template"].as_str().unwrap().contains("<|im_start|>"), "{info}");
+    assert_eq!(info["model_max_length"], 256);
 }
 
 #[test]
@@ -293,4 +298,5 @@ fn several_models() {
     assert_eq!((&reply.error()["param"], &reply.error()["code"]), (&json!("model"), &json!("model_not_found")));
     let reply = server.post(PATH, &greedy(json!({})));
     assert_eq!((reply.status, &reply.error()["param"]), (400, &json!("model")));
+    assert_eq!(server.get("/tokenizer_info").status, 400);
 }

@@ -1,4 +1,4 @@
-//! `/tokenize`, `/detokenize` and `/apply-template`, as vLLM and llama.cpp have them.
+//! `/tokenize`, `/detokenize`, `/tokenizer_info` and `/apply-template`, as vLLM and llama.cpp have them.
 
 use crate::openai::chat::Talk;
 use crate::openai::generation::token_ids;
@@ -90,6 +90,25 @@ impl DetokenizeRequest {
         }
         Ok(json!({ "prompt": tokenizer.decode(&self.tokens) }))
     }
+}
+
+/// What evaluations want to know of a tokenizer that they use from afar: `null` stands for tokens that it does not have.
+///
+/// # Errors
+/// A model without a tokenizer.
+pub fn info(card: &Card) -> Result<Value, ApiError> {
+    let tokenizer = card.chat.tokenizer().map_err(|e| ApiError::of_engine("", &e))?;
+    let text = |id: Option<u32>| id.map(|id| tokenizer.token_text(id));
+    Ok(json!({
+        "bos_token": text(tokenizer.bos_id()),
+        "eos_token": text(tokenizer.eos_id()),
+        "unk_token": text(tokenizer.unk_id()),
+        "pad_token": text(tokenizer.pad_id()),
+        "add_bos_token": tokenizer.adds_bos(),
+        "chat_template": card.chat.template(),
+        "model_max_length": card.ctx,
+        "vocab_size": card.vocab_size,
+    }))
 }
 
 /// A request for the text that a chat becomes.
