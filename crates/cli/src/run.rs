@@ -2,7 +2,7 @@
 
 use crate::chat;
 use crate::error::Error;
-use crate::options::{GrammarOptions, RunOptions, SamplingOptions, print_notices};
+use crate::options::{DraftArgs, GrammarOptions, RunOptions, SamplingOptions, print_notices};
 use crate::progress::{Progress, Unit};
 use crate::tokenize::read_text;
 use clap::Args;
@@ -49,6 +49,8 @@ pub struct RunArgs {
     profile: bool,
     #[command(flatten)]
     grammar: GrammarOptions,
+    #[command(flatten)]
+    draft: DraftArgs,
     #[command(flatten)]
     pub options: RunOptions,
     #[command(flatten)]
@@ -101,6 +103,7 @@ impl<'a> Session<'a> {
         let mut progress = Progress::new("loading", Unit::Bytes);
         let mut options = args.options.engine();
         options.load.profile = args.profile;
+        options.draft = args.draft.engine();
         let engine = Engine::from_files(files, &options, &mut |done, total| progress.update(done, total))?;
         progress.finish();
         print_notices(engine.notices());
@@ -205,6 +208,8 @@ impl<'a> Session<'a> {
                 "generated_tokens": s.generated_tokens,
                 "generate_s": s.generate_time.as_secs_f64(),
                 "generated_per_second": s.generate_rate(),
+                "drafted_tokens": s.drafted_tokens,
+                "accepted_tokens": s.accepted_tokens,
             },
         })
     }
@@ -212,9 +217,14 @@ impl<'a> Session<'a> {
 
 fn summary(finish: &Finish) -> String {
     let s = &finish.stats;
+    let drafted = if s.drafted_tokens > 0 {
+        format!(", {} of {} guesses right", s.accepted_tokens, s.drafted_tokens)
+    } else {
+        String::new()
+    };
     let cached = if s.cached_tokens > 0 { format!(" ({} kept)", s.cached_tokens) } else { String::new() };
     format!(
-        "[prompt: {} tokens{cached}, {:.0} tokens/s; answer: {} tokens, {:.1} tokens/s; {}; seed {}]",
+        "[prompt: {} tokens{cached}, {:.0} tokens/s; answer: {} tokens, {:.1} tokens/s{drafted}; {}; seed {}]",
         s.prompt_tokens,
         s.prompt_rate(),
         s.generated_tokens,

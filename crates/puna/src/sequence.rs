@@ -1,5 +1,6 @@
 //! One answer to a request on its way.
 
+use crate::draft::{AnswerId, Guess, MAX_DRAFT, Text, Want};
 use crate::error::Error;
 use crate::grammar::State;
 use crate::request::{Event, Finish, FinishReason, Logprobs, Request, RequestId, Stats};
@@ -26,6 +27,8 @@ pub(crate) struct Sequence {
     pub is_finished: bool,
     /// Other answers, which begin when the prompt is computed.
     pub siblings: Vec<Sequence>,
+    /// What may come next.
+    pub guess: Guess,
     prompt: Arc<Prompt>,
     answer: Vec<u32>,
     /// What its rows are.
@@ -100,6 +103,7 @@ impl Sequence {
             computed: 0,
             is_finished: false,
             siblings: Vec::new(),
+            guess: Guess::default(),
             prompt: Arc::new(request.prompt),
             answer: Vec::new(),
             chain,
@@ -127,6 +131,7 @@ impl Sequence {
             let sibling = Sequence {
                 sample,
                 siblings: Vec::new(),
+                guess: Guess::default(),
                 prompt: first.prompt.clone(),
                 answer: Vec::new(),
                 chain: Chain::default(),
@@ -173,6 +178,7 @@ impl Sequence {
 
     /// Leaves the cache, to be computed again.
     pub fn preempt(&mut self, kv: &mut KvCache) {
+        self.guess.tokens.clear();
         self.leave(kv);
         self.preemptions += 1;
     }
@@ -212,6 +218,31 @@ impl Sequence {
         self.missing().min(most)
     }
 
+    /// Which answer it is.
+    pub fn answer_id(&self) -> AnswerId {
+        AnswerId { id: self.id, sample: self.sample }
+    }
+
+    /// What it is so far.
+    pub fn text(&self) -> Text<'_> {
+        Text { answer_id: self.answer_id(), prompt: &self.prompt.rows, answer: &self.answer }
+    }
+
+    /// A wish for a draft of at most so many tokens.
+    pub fn want(&mut self, most: usize) -> Want<'_> {
+        let text = Text { answer_id: self.answer_id(), prompt: &self.prompt.rows, answer: &self.answer };
+        Want { text, most, draft: &mut self.guess.tokens }
+    }
+
+    /// Most tokens of a draft: as many as can come before its last one, and none where rotation would depend on them.
+    pub fn most_draft(&self, rope: &Rope) -> usize {
+        if self.answer.is_empty() || !self.is_generating() {
+            return 0;
+        }
+        let most = self.limit.saturating_sub(self.len() + 1).min(MAX_DRAFT);
+        if rope.is_long(self.len() + most) == self.chain.is_long() { most } else { 0 }
+    }
+
     /// Takes what is in the cache of the rows that are missing.
     pub fn adopt(&mut self, kv: &mut KvCache) {
         if self.scores_prompt() {
@@ -240,6 +271,7 @@ impl Sequence {
         batch.outputs.extend(scored);
         if end == self.len() {
             batch.outputs.push(batch.rows.len() as u32 - 1);
+            batch.draft(&self.guess.tokens, self.delta);
         }
     }
 
@@ -296,6 +328,13 @@ impl Sequence {
     pub fn sample(&mut self, logits: &[f32], scratch: &mut Scratch, now: Instant) -> Event {
         let prompt_logprobs = self.scores.take().map(|scores| scores.rows).unwrap_or_default();
         Event { prompt_logprobs, ..self.go_on(logits, scratch, now) }
+    }
+
+    /// Whether the draft's token `at` is the one that was chosen: its row counts as computed then.
+    pub fn accept_draft(&mut self, at: usize) -> bool {
+        let is_right = !self.is_finished && self.guess.tokens.get(at) == self.answer.last();
+        self.computed += usize::from(is_right);
+        is_right
     }
 
     fn go_on(&mut self, logits: &[f32], scratch: &mut Scratch, now: Instant) -> Event {
@@ -378,6 +417,8 @@ impl Sequence {
             prompt_time: first_token.map_or(Duration::ZERO, |first| first - begun),
             generate_time: first_token.map_or(Duration::ZERO, |first| last_token - first),
             preemptions: self.preemptions,
+            drafted_tokens: self.guess.drafted,
+            accepted_tokens: self.guess.accepted,
             seed: self.sampler.seed(),
         }
     }
