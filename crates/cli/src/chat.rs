@@ -32,7 +32,8 @@ pub fn run(session: &mut Session, system: Option<&str>) -> Result<(), Error> {
         name.escape_debug(),
         session.engine.ctx()
     );
-    let mut talk = Conversation::new(system);
+    let mut talk = Conversation { system: None, messages: session.first_messages(system) };
+    talk.system = talk.messages.first().filter(|message| message["role"] == "system").cloned();
     let mut wants_to_leave = false;
     loop {
         let line = match read(&mut editor) {
@@ -70,7 +71,7 @@ pub fn run(session: &mut Session, system: Option<&str>) -> Result<(), Error> {
     if let Some(path) = &history {
         save(&mut editor, path);
     }
-    Ok(())
+    session.save(&talk.messages)
 }
 
 struct Conversation {

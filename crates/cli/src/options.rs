@@ -29,6 +29,10 @@ pub struct LoadArgs {
     /// Quantize projections that are stored as floats while loading: q8_0, q4_0, q4_k, .. or none
     #[arg(long, value_name = "TYPE", default_value = "none", value_parser = quantize)]
     quantize: Quantize,
+    /// Keep at most so many bytes of a mixture's experts in memory (2G, 512M) and read them from the file as they are
+    /// needed [default: all are loaded]
+    #[arg(long, value_name = "SIZE", value_parser = size)]
+    expert_memory: Option<u64>,
 }
 
 impl LoadArgs {
@@ -39,6 +43,7 @@ impl LoadArgs {
             threads: self.threads.map_or_else(Pool::default_threads, usize::from),
             pack: self.pack == "auto",
             quantize: self.quantize.0,
+            expert_memory: self.expert_memory,
             ..LoadOptions::default()
         }
     }
@@ -59,6 +64,18 @@ fn quantize(name: &str) -> Result<Quantize, String> {
             Err(format!("expected none or one of {}", all.collect::<Vec<_>>().join(", ")))
         }
     }
+}
+
+/// A number of bytes: 1000000, 512M, 1.5G; units are powers of 1024.
+fn size(text: &str) -> Result<u64, String> {
+    let error = || "expected a number of bytes, or one with K, M, G or T behind it".to_owned();
+    let number = text.trim_end_matches(['b', 'B']).trim_end_matches('i');
+    let unit = number.chars().last().and_then(|unit| "KMGT".find(unit.to_ascii_uppercase()));
+    let number = if unit.is_some() { &number[..number.len() - 1] } else { number };
+    let bytes =
+        number.trim().parse::<f64>().map_err(|_| error())? * 1024f64.powi(unit.map_or(0, |unit| unit as i32 + 1));
+    // Larger ones are as good as the largest.
+    if bytes >= 1.0 { Ok(bytes as u64) } else { Err(error()) }
 }
 
 /// How a model is run.
@@ -210,5 +227,20 @@ fn logit_bias(text: &str) -> Result<(u32, f32), String> {
     match bias {
         "false" => Ok((id, f32::NEG_INFINITY)),
         bias => Ok((id, bias.parse().map_err(|e| format!("bias '{bias}': {e}"))?)),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::size;
+
+    #[test]
+    fn sizes() {
+        for (text, bytes) in [("1", 1), ("512M", 512 << 20), ("1.5g", 3 << 29), ("2GiB", 2 << 30), ("4 KB", 4096)] {
+            assert_eq!(size(text), Ok(bytes), "{text}");
+        }
+        for text in ["", "0", "-1", "G", "2X", "nan", "1é", "é", "0.2"] {
+            assert!(size(text).is_err(), "{text}");
+        }
     }
 }

@@ -6,8 +6,8 @@ use crate::options::{DraftArgs, GrammarOptions, RunOptions, SamplingOptions, pri
 use crate::progress::{Progress, Unit};
 use crate::tokenize::read_text;
 use clap::Args;
-use puna::{Engine, Finish, Grammar, ModelFiles, Request};
-use puna_text::EncodeOptions;
+use puna::{Engine, ExpertStats, Finish, Grammar, ModelFiles, Prompt, Request, State};
+use puna_text::{AddBos, EncodeOptions};
 use serde_json::{Value, json};
 use std::io::{IsTerminal, Write};
 use std::path::PathBuf;
@@ -47,6 +47,12 @@ pub struct RunArgs {
     /// Tell how long each kind of operation took
     #[arg(long)]
     profile: bool,
+    /// Go on from where a file says, which --save-state wrote
+    #[arg(long, value_name = "FILE", conflicts_with = "system")]
+    load_state: Option<PathBuf>,
+    /// Write what was said, with its keys and values, to a file at the end
+    #[arg(long, value_name = "FILE")]
+    save_state: Option<PathBuf>,
     #[command(flatten)]
     grammar: GrammarOptions,
     #[command(flatten)]
@@ -73,13 +79,17 @@ pub fn run(args: &RunArgs) -> Result<(), Error> {
         None => chat::run(&mut session, args.system.as_deref()),
         Some(prompt) => {
             session.catch_interrupts()?;
-            let ids = if args.raw {
-                session.encode(&prompt)?
-            } else {
-                session.encode_chat(args.system.as_deref(), &prompt)?
-            };
-            session.answer(ids)?;
-            Ok(())
+            if args.raw {
+                let ids = session.encode(&prompt)?;
+                session.answer(ids)?;
+                return session.save(&[]);
+            }
+            let mut messages = session.first_messages(args.system.as_deref());
+            messages.push(json!({ "role": "user", "content": prompt }));
+            let ids = session.encode_messages(&messages)?;
+            let answer = session.answer(ids)?;
+            messages.push(json!({ "role": "assistant", "content": answer }));
+            session.save(&messages)
         }
     }
 }
@@ -91,6 +101,10 @@ pub struct Session<'a> {
     template: Option<String>,
     grammar: Option<Grammar>,
     loading: Duration,
+    /// What it goes on from.
+    state: Option<State>,
+    /// The last prompt and its answer.
+    said: Vec<u32>,
     /// Set by Ctrl-C.
     interrupted: Arc<AtomicBool>,
 }
@@ -104,12 +118,14 @@ impl<'a> Session<'a> {
         let mut options = args.options.engine();
         options.load.profile = args.profile;
         options.draft = args.draft.engine();
-        let engine = Engine::from_files(files, &options, &mut |done, total| progress.update(done, total))?;
+        let mut engine = Engine::from_files(files, &options, &mut |done, total| progress.update(done, total))?;
         progress.finish();
         print_notices(engine.notices());
         let template = args.template.as_ref().map(|path| read_text(Some(path))).transpose()?;
         let grammar = args.grammar.compile(&engine)?;
-        Ok(Session { engine, args, template, grammar, loading: start.elapsed(), interrupted: Arc::default() })
+        let state = args.load_state.as_ref().map(|path| engine.load_state(path)).transpose()?;
+        let (loading, said) = (start.elapsed(), Vec::new());
+        Ok(Session { engine, args, template, grammar, loading, state, said, interrupted: Arc::default() })
     }
 
     /// From here on Ctrl-C ends an answer; pressed again before it has ended, the program.
@@ -128,17 +144,37 @@ impl<'a> Session<'a> {
         self.interrupted.store(false, Ordering::SeqCst);
     }
 
-    /// Ids of a text as it is.
+    /// Ids of a text as it is, after those of the state.
     fn encode(&self, text: &str) -> Result<Vec<u32>, Error> {
         let tokenizer = self.engine.tokenizer()?;
-        Ok(tokenizer.encode(text, EncodeOptions::default()).map_err(|e| puna::Error::text(&self.args.model, e))?)
+        let mut ids = Vec::new();
+        let mut options = EncodeOptions::default();
+        if let Some(state) = &self.state {
+            let no_tokens = || Error::Input("the saved state has rows that are no tokens".into());
+            ids.extend(state.tokens.as_ref().ok_or_else(no_tokens)?);
+            options.bos = AddBos::No;
+        }
+        ids.extend(tokenizer.encode(text, options).map_err(|e| puna::Error::text(&self.args.model, e))?);
+        Ok(ids)
     }
 
-    fn encode_chat(&self, system: Option<&str>, user: &str) -> Result<Vec<u32>, Error> {
-        let mut messages: Vec<Value> = Vec::new();
-        messages.extend(system.map(|text| json!({ "role": "system", "content": text })));
-        messages.push(json!({ "role": "user", "content": user }));
-        self.encode_messages(&messages)
+    /// What a conversation begins with: what was said in the state, or the system message.
+    pub fn first_messages(&self, system: Option<&str>) -> Vec<Value> {
+        let note = self.state.as_ref().and_then(|state| serde_json::from_str::<Value>(&state.note).ok());
+        match note.as_ref().and_then(|note| note["messages"].as_array()) {
+            Some(messages) => messages.clone(),
+            None => system.into_iter().map(|text| json!({ "role": "system", "content": text })).collect(),
+        }
+    }
+
+    /// Saves what was said, where that is asked for.
+    pub fn save(&self, messages: &[Value]) -> Result<(), Error> {
+        let Some(path) = &self.args.save_state else { return Ok(()) };
+        let note = json!({ "messages": messages }).to_string();
+        let prompt = Prompt::from(self.said.clone());
+        let kept = self.engine.save_state(&prompt, &note, path)?;
+        eprintln!("[saved: {} tokens, {kept} of them with keys and values]", prompt.len());
+        Ok(())
     }
 
     /// Ids of a conversation, ready for the answer.
@@ -150,6 +186,7 @@ impl<'a> Session<'a> {
     /// error. Ctrl-C ends it.
     pub fn answer(&mut self, prompt: Vec<u32>) -> Result<String, Error> {
         let sampling = self.engine.sampling(&self.args.sampling.wishes());
+        self.said.clone_from(&prompt);
         let mut request = Request::new(prompt, sampling);
         request.max_tokens = self.args.max_tokens;
         request.stop.clone_from(&self.args.stop);
@@ -174,12 +211,16 @@ impl<'a> Session<'a> {
             printed.is_ok() && !interrupted.load(Ordering::SeqCst)
         })?;
         progress.finish();
+        self.said.extend(&ids);
         printed?;
         if as_json {
             writeln!(std::io::stdout(), "{}", self.report(&text, &ids, &finish))?;
         } else {
             writeln!(std::io::stdout())?;
             eprintln!("{}", summary(&finish));
+        }
+        if let Some(stats) = self.engine.expert_stats().filter(|_| !as_json) {
+            eprintln!("{}", experts(&stats));
         }
         self.print_profile();
         Ok(text)
@@ -199,6 +240,16 @@ impl<'a> Session<'a> {
             "tokens": ids,
             "finish_reason": finish.reason.name(),
             "seed": s.seed,
+            "experts": self.engine.expert_stats().map(|e| json!({
+                "slots": e.slots,
+                "experts": e.experts,
+                "hits": e.hits,
+                "misses": e.misses,
+                "prefetched": e.prefetched,
+                "evictions": e.evictions,
+                "bytes_read": e.bytes_read,
+                "stall_s": e.stall.as_secs_f64(),
+            })),
             "timings": {
                 "load_s": self.loading.as_secs_f64(),
                 "prompt_tokens": s.prompt_tokens,
@@ -213,6 +264,22 @@ impl<'a> Session<'a> {
             },
         })
     }
+}
+
+/// What became of experts that are not all in memory.
+fn experts(e: &ExpertStats) -> String {
+    let wanted = (e.hits + e.misses).max(1);
+    format!(
+        "[experts: {} of {} in memory at once; {:.0} % of {wanted} were there, {} read ahead, {} gave way; \
+         {:.1} MB read, {:.2} s of waiting]",
+        e.slots,
+        e.experts,
+        100.0 * e.hits as f64 / wanted as f64,
+        e.prefetched,
+        e.evictions,
+        e.bytes_read as f64 / 1e6,
+        e.stall.as_secs_f64(),
+    )
 }
 
 fn summary(finish: &Finish) -> String {

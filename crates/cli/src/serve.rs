@@ -2,6 +2,7 @@
 
 use crate::error::Error;
 use crate::options::{DraftArgs, RunOptions};
+use crate::tokenize::read_text;
 use clap::{Args, ValueEnum};
 use puna_server::{Keys, Limits, Options};
 use std::io::{IsTerminal, Write};
@@ -18,6 +19,9 @@ pub struct ServeArgs {
     /// Another name for a model, or a name for one that is loaded from a path; may be repeated
     #[arg(long, value_name = "NAME=MODEL", value_parser = alias)]
     alias: Vec<(String, String)>,
+    /// Use this chat template (Jinja) in place of the models'
+    #[arg(long, value_name = "FILE")]
+    template: Option<PathBuf>,
     /// Address to listen on; 0.0.0.0 is all of this machine's
     #[arg(long, value_name = "IP", default_value = "127.0.0.1")]
     host: IpAddr,
@@ -132,6 +136,7 @@ impl ServeArgs {
         Ok(Options {
             aliases: self.alias.clone(),
             engine,
+            template: self.template.as_ref().map(|path| read_text(Some(path))).transpose()?,
             host: self.host,
             port: self.port,
             keys,

@@ -9,9 +9,9 @@ use crate::act::{ActBlock, GROUP, quantize_block};
 use crate::attention::Q8;
 use crate::exec::Exec;
 use crate::isa::Kernel;
+use crate::memory::Memory;
 use crate::simd::{LANES, Simd};
 use half::f16;
-use std::alloc::{Layout, alloc_zeroed, dealloc};
 use std::fmt;
 use std::ptr::NonNull;
 use std::str::FromStr;
@@ -107,41 +107,43 @@ impl KvLayout {
 /// Blocks of one size, made when first needed, reused when freed.
 pub struct KvBlocks {
     block_bytes: usize,
-    blocks: Vec<Block>,
+    /// Blocks of a slab.
+    per_slab: usize,
+    slabs: Vec<Slab>,
+    /// Blocks that were given out so far.
+    made: usize,
     free: Vec<u32>,
 }
 
-/// Zeroed memory that starts on a cache line.
-struct Block {
+/// Bytes of a slab, where a block is not larger: two large pages.
+const SLAB: usize = 4 << 20;
+
+/// Blocks side by side in memory.
+struct Slab {
     data: NonNull<u8>,
-    layout: Layout,
+    /// Owns the memory.
+    _memory: Memory,
 }
 
-// SAFETY: a Block owns its memory and gives it out through &self and &mut self only.
-unsafe impl Send for Block {}
+// SAFETY: a slab owns its memory; who may use which block when is what KvBlocks' borrows say.
+unsafe impl Send for Slab {}
 // SAFETY: as above.
-unsafe impl Sync for Block {}
+unsafe impl Sync for Slab {}
 
-impl Block {
-    fn new(bytes: usize) -> Option<Block> {
-        let layout = Layout::from_size_align(bytes.max(1), 64).ok()?;
-        // SAFETY: the size is not zero.
-        let data = NonNull::new(unsafe { alloc_zeroed(layout) })?;
-        Some(Block { data, layout })
-    }
-}
-
-impl Drop for Block {
-    fn drop(&mut self) {
-        // SAFETY: allocated in `new` with this layout.
-        unsafe { dealloc(self.data.as_ptr(), self.layout) }
+impl Slab {
+    fn new(bytes: usize) -> Option<Slab> {
+        let mut memory = Memory::zeroed(bytes)?;
+        Some(Slab { data: NonNull::new(memory.as_mut_ptr())?, _memory: memory })
     }
 }
 
 impl KvBlocks {
     /// No blocks yet, of `block_bytes` each.
     pub fn new(block_bytes: usize) -> KvBlocks {
-        KvBlocks { block_bytes, blocks: Vec::new(), free: Vec::new() }
+        // Blocks begin on a cache line.
+        let block_bytes = block_bytes.max(1).next_multiple_of(64);
+        let per_slab = (SLAB / block_bytes).max(1);
+        KvBlocks { block_bytes, per_slab, slabs: Vec::new(), made: 0, free: Vec::new() }
     }
 
     /// A block whose contents are whatever an earlier owner left; `None` when memory ends.
@@ -149,16 +151,19 @@ impl KvBlocks {
         if let Some(id) = self.free.pop() {
             return Some(id);
         }
-        let id = u32::try_from(self.blocks.len()).ok()?;
-        self.blocks.push(Block::new(self.block_bytes)?);
-        // A later `free` must not allocate.
-        self.free.reserve(self.blocks.len());
+        let id = u32::try_from(self.made).ok()?;
+        if self.made == self.slabs.len() * self.per_slab {
+            self.slabs.push(Slab::new(self.per_slab * self.block_bytes)?);
+            // A later `free` must not allocate.
+            self.free.reserve(self.slabs.len() * self.per_slab);
+        }
+        self.made += 1;
         Some(id)
     }
 
     /// Gives a block back.
     pub fn free(&mut self, id: u32) {
-        debug_assert!((id as usize) < self.blocks.len() && !self.free.contains(&id));
+        debug_assert!((id as usize) < self.made && !self.free.contains(&id));
         self.free.push(id);
     }
 
@@ -174,18 +179,39 @@ impl KvBlocks {
         }
     }
 
+    /// What is in a block, as it is stored.
+    ///
+    /// # Panics
+    /// If it is none.
+    pub fn content(&self, id: u32) -> &[u8] {
+        // SAFETY: a block of `block_bytes` that were zeroed when it was made; writing takes the blocks mutably.
+        unsafe { std::slice::from_raw_parts(self.block(id), self.block_bytes) }
+    }
+
+    /// The same, to be written.
+    ///
+    /// # Panics
+    /// If it is none.
+    pub fn content_mut(&mut self, id: u32) -> &mut [u8] {
+        // SAFETY: as above, and nothing else uses it while we are borrowed mutably.
+        unsafe { std::slice::from_raw_parts_mut(self.block(id), self.block_bytes) }
+    }
+
     /// Bytes of all blocks.
     pub fn bytes(&self) -> usize {
-        self.blocks.len() * self.block_bytes
+        self.made * self.block_bytes
     }
 
     /// Bytes of the blocks that are in use.
     pub fn bytes_used(&self) -> usize {
-        (self.blocks.len() - self.free.len()) * self.block_bytes
+        (self.made - self.free.len()) * self.block_bytes
     }
 
     pub(crate) fn block(&self, id: u32) -> *mut u8 {
-        self.blocks[id as usize].data.as_ptr()
+        let id = id as usize;
+        assert!(id < self.made, "block {id} of {}", self.made);
+        // SAFETY: slabs hold `per_slab` blocks.
+        unsafe { self.slabs[id / self.per_slab].data.as_ptr().add(id % self.per_slab * self.block_bytes) }
     }
 
     pub(crate) fn block_bytes(&self) -> usize {

@@ -5,11 +5,13 @@ use crate::dtype::{Arith, DType, Group};
 use crate::exec::Exec;
 use crate::float_panel::{self, FloatJob};
 use crate::isa::Isa;
+use crate::memory::Memory;
 use crate::pack::{Packing, Segment};
 use crate::panel::{self, Panel, PanelJob, SIDE, WideGroup};
 use crate::pool::SharedMut;
 use crate::simd::LANES;
 use bytes::Bytes;
+use std::alloc::Layout;
 use std::sync::OnceLock;
 
 /// How a format is packed and multiplied; a static beside the format.
@@ -25,7 +27,7 @@ impl PanelFormat {
         PanelFormat { block_bytes: P::BYTES / LANES, segments, packing: OnceLock::new(), run: panel::run::<P> }
     }
 
-    fn packing(&self) -> &Packing {
+    pub(crate) fn packing(&self) -> &Packing {
         self.packing.get_or_init(|| Packing::new(self.block_bytes, self.segments))
     }
 }
@@ -42,7 +44,7 @@ enum Data {
     /// Row after row of blocks.
     Stored(Bytes),
     /// Panel after panel of 16 rows; the last one is filled up with zero rows.
-    Packed(Vec<u8>),
+    Packed(Memory),
 }
 
 /// What a [`Matrix`] is made from.
@@ -75,14 +77,16 @@ impl Matrix {
         let row = |i: usize| &bytes[order.as_ref().map_or(i, |o| o[i] as usize) * row_bytes..][..row_bytes];
         let data = if pack && can_pack(dtype) {
             let panel_bytes = row_bytes * LANES;
-            let mut packed = vec![0u8; rows.div_ceil(LANES) * panel_bytes];
+            let bytes = rows.div_ceil(LANES) * panel_bytes;
+            let mut packed = Memory::zeroed(bytes).unwrap_or_else(|| no_memory(bytes));
             let parts = SharedMut::new(&mut packed);
             exec.pool.for_each(rows.div_ceil(LANES), &|p| {
                 // SAFETY: each panel is one task's.
                 let panel = unsafe { parts.slice(p * panel_bytes, panel_bytes) };
-                for lane in 0..LANES.min(rows - p * LANES) {
-                    pack_row(dtype, row(p * LANES + lane), lane, panel);
-                }
+                let n = LANES.min(rows - p * LANES);
+                let mut some = [&[][..]; LANES];
+                some[..n].iter_mut().zip(p * LANES..).for_each(|(some, i)| *some = row(i));
+                pack_panel(dtype, &some[..n], panel);
             });
             Data::Packed(packed)
         } else if order.is_some() {
@@ -91,6 +95,27 @@ impl Matrix {
             Data::Stored(bytes)
         };
         Matrix { dtype, rows, cols, data }
+    }
+
+    /// Takes a matrix in memory of its own, which [`Matrix::into_bytes`] gives back. `is_packed`: it was by
+    /// [`pack_in_place`]; otherwise it is used as it is stored.
+    ///
+    /// # Panics
+    /// If the bytes are not [`packed_bytes`].
+    pub fn owned(dtype: DType, [rows, cols]: [usize; 2], bytes: Vec<u8>, is_packed: bool) -> Matrix {
+        let row_bytes = dtype.row_bytes(cols).expect("columns are whole blocks");
+        assert_eq!(bytes.len(), packed_bytes(rows, row_bytes), "{dtype:?} matrix of {rows} x {cols}");
+        let is_packed = is_packed && can_pack(dtype);
+        let data = if is_packed { Data::Packed(Memory::Heap(bytes)) } else { Data::Stored(bytes.into()) };
+        Matrix { dtype, rows, cols, data }
+    }
+
+    /// The memory of a matrix that [`Matrix::owned`] made.
+    pub fn into_bytes(self) -> Vec<u8> {
+        match self.data {
+            Data::Packed(bytes) => bytes.into_vec(),
+            Data::Stored(bytes) => bytes.into(),
+        }
     }
 
     /// Output features.
@@ -145,22 +170,58 @@ impl Matrix {
     }
 }
 
+/// What a vector does when memory ends.
+fn no_memory(bytes: usize) -> ! {
+    std::alloc::handle_alloc_error(Layout::array::<u8>(bytes).expect("matrices fit the address space"))
+}
+
 fn can_pack(dtype: DType) -> bool {
     let format = dtype.format();
     format.arith == Arith::Float || format.panel.is_some()
 }
 
-/// Puts a stored row into lane `lane` of a panel.
-fn pack_row(dtype: DType, stored: &[u8], lane: usize, panel: &mut [u8]) {
+/// Makes a panel of up to 16 stored rows; lanes without a row stay as they are.
+fn pack_panel(dtype: DType, rows: &[&[u8]], panel: &mut [u8]) {
     let format = dtype.format();
     match format.panel {
-        Some(p) => p.packing().pack_row(stored, lane, panel),
+        Some(p) => p.packing().pack_panel(rows, panel),
         None => {
             let size = format.block_bytes;
-            for (element, out) in stored.chunks_exact(size).zip(panel.chunks_exact_mut(size * LANES)) {
-                out[lane * size..][..size].copy_from_slice(element);
+            for (i, out) in panel.chunks_exact_mut(size * LANES).enumerate() {
+                for (out, row) in out.chunks_exact_mut(size).zip(rows) {
+                    out.copy_from_slice(&row[i * size..(i + 1) * size]);
+                }
             }
         }
+    }
+}
+
+/// Bytes of a matrix of `rows` rows of `row_bytes` each with room to be packed in place.
+pub fn packed_bytes(rows: usize, row_bytes: usize) -> usize {
+    rows.next_multiple_of(LANES) * row_bytes
+}
+
+/// Packs a matrix where it is, on this thread alone. `bytes`: its rows, one after the other, and room behind them:
+/// [`packed_bytes`]. `scratch` is work memory. Does nothing for formats without a packing.
+///
+/// # Panics
+/// If there is no such room.
+pub fn pack_in_place(dtype: DType, rows: usize, bytes: &mut [u8], scratch: &mut Vec<u8>) {
+    if !can_pack(dtype) || rows == 0 {
+        return;
+    }
+    let row_bytes = bytes.len() / rows.next_multiple_of(LANES);
+    assert_eq!(bytes.len(), packed_bytes(rows, row_bytes), "room for {rows} rows in whole panels");
+    for (p, panel) in bytes.chunks_exact_mut(row_bytes * LANES).enumerate() {
+        let n = LANES.min(rows - p * LANES);
+        scratch.clear();
+        scratch.extend_from_slice(&panel[..n * row_bytes]);
+        if n < LANES {
+            panel.fill(0);
+        }
+        let mut some = [&[][..]; LANES];
+        some.iter_mut().zip(scratch.chunks_exact(row_bytes)).for_each(|(some, row)| *some = row);
+        pack_panel(dtype, &some[..n], panel);
     }
 }
 

@@ -4,6 +4,7 @@
 //! possibly with some bits flipped: a packed matrix is exactly as large as the stored one, and a row can be read back.
 
 use crate::simd::LANES;
+use std::collections::BTreeMap;
 use std::ops::Range;
 
 /// Part of a block that is permuted in units of one size.
@@ -23,6 +24,29 @@ pub(crate) struct Packing {
     block_bytes: usize,
     /// Per row, segment and unit: source byte and shift, panel byte and shift.
     moves: Vec<Move>,
+    /// The same, four neighbouring bytes of every row at a time where they move alike, for packing whole panels.
+    gathers: Vec<Gather>,
+    pieces: Vec<Piece>,
+}
+
+/// A byte of a panel for each row, or four of them, and what of the row's block becomes it.
+struct Gather {
+    /// Its place for row 0.
+    to: usize,
+    /// From there to the next row's.
+    stride: usize,
+    /// Whether it is four bytes, which lie side by side.
+    is_word: bool,
+    flip: u32,
+    pieces: Range<usize>,
+}
+
+/// Bits that move together: byte or four bytes `from` of the block, turned left, under a mask.
+#[derive(Clone, Copy)]
+struct Piece {
+    from: usize,
+    turn: u32,
+    mask: u32,
 }
 
 #[derive(Clone, Copy)]
@@ -54,7 +78,66 @@ impl Packing {
                 }
             }
         }
-        Packing { block_bytes, moves }
+        let mut packing = Packing { block_bytes, moves, gathers: Vec::new(), pieces: Vec::new() };
+        packing.gather();
+        packing
+    }
+
+    /// Finds what moves together. Places of a format are those of row 0 and a fixed distance a row.
+    fn gather(&mut self) {
+        let mut bytes: BTreeMap<usize, (usize, u32, Vec<Piece>)> = BTreeMap::new();
+        for (m, next) in self.moves_of_row(0).iter().zip(self.moves_of_row(1)) {
+            let stride = usize::from(next.to - m.to);
+            let (_, flip, pieces) = bytes.entry(usize::from(m.to)).or_insert((stride, 0, Vec::new()));
+            *flip |= u32::from(m.flip) << m.to_shift;
+            let (from, mask) = (usize::from(m.from), u32::from(m.mask) << m.to_shift);
+            let turn = (32 + u32::from(m.to_shift) - u32::from(m.from_shift)) % 32;
+            match pieces.iter_mut().find(|p| (p.from, p.turn) == (from, turn)) {
+                Some(piece) => piece.mask |= mask,
+                None => pieces.push(Piece { from, turn, mask }),
+            }
+        }
+        while let Some((to, (stride, flip, pieces))) = bytes.pop_first() {
+            let next: Vec<_> = (1..4).map_while(|i| bytes.get(&(to + i)).filter(|b| b.0 == 4)).collect();
+            let follows = |i: usize, p: &Piece, q: &Piece| q.from == p.from + i && q.turn == p.turn;
+            let alike = next
+                .iter()
+                .enumerate()
+                .all(|(i, b)| b.2.len() == pieces.len() && pieces.iter().zip(&b.2).all(|(p, q)| follows(i + 1, p, q)));
+            let is_word = stride == 4 && next.len() == 3 && alike;
+            let start = self.pieces.len();
+            let mut word = flip;
+            self.pieces.extend(&pieces);
+            for (i, (_, flip, more)) in next.iter().enumerate().filter(|_| is_word) {
+                word |= flip << (8 * (i + 1));
+                self.pieces[start..].iter_mut().zip(more).for_each(|(p, q)| p.mask |= q.mask << (8 * (i + 1)));
+            }
+            self.gathers.push(Gather { to, stride, is_word, flip: word, pieces: start..self.pieces.len() });
+            if is_word {
+                (1..4).for_each(|i| drop(bytes.remove(&(to + i))));
+            }
+        }
+    }
+
+    /// Makes a panel of up to 16 stored rows; lanes without a row stay as they are.
+    pub(crate) fn pack_panel(&self, rows: &[&[u8]], panel: &mut [u8]) {
+        let size = self.block_bytes;
+        for (i, out) in panel.chunks_exact_mut(size * LANES).enumerate() {
+            let mut blocks = [&[][..]; LANES];
+            blocks.iter_mut().zip(rows).for_each(|(block, row)| *block = &row[i * size..(i + 1) * size]);
+            let blocks = &blocks[..rows.len()];
+            for Gather { to, stride, is_word, flip, pieces } in &self.gathers {
+                let (out, pieces) = (&mut out[*to..], &self.pieces[pieces.clone()]);
+                if *is_word {
+                    gather_words(blocks, pieces, *flip, out.as_chunks_mut().0);
+                    continue;
+                }
+                for (out, block) in out.iter_mut().step_by(*stride).zip(blocks) {
+                    let byte = |p: &Piece| u32::from(block[p.from]).rotate_left(p.turn) & p.mask;
+                    *out = (pieces.iter().map(byte).fold(0, |x, y| x | y) ^ flip) as u8;
+                }
+            }
+        }
     }
 
     fn moves_of_row(&self, row: usize) -> &[Move] {
@@ -62,8 +145,9 @@ impl Packing {
         &self.moves[row * per_row..][..per_row]
     }
 
-    /// Adds row `row` (of 16) to a panel whose units of that row are still zero.
+    /// The slow way to make a panel, unit by unit: adds row `row` (of 16) to a panel whose units of that row are still zero.
     /// `stored`: the row's blocks; `panel`: as many blocks of 16 rows.
+    #[cfg(test)]
     pub(crate) fn pack_row(&self, stored: &[u8], row: usize, panel: &mut [u8]) {
         let blocks = stored.chunks_exact(self.block_bytes);
         for (block, out) in blocks.zip(panel.chunks_exact_mut(self.block_bytes * LANES)) {
@@ -84,6 +168,22 @@ impl Packing {
                 out[usize::from(m.from)] |= unit << m.from_shift;
             }
         }
+    }
+}
+
+/// Four bytes of each row. Most are put together from one piece or from two.
+fn gather_words(blocks: &[&[u8]], pieces: &[Piece], flip: u32, out: &mut [[u8; 4]]) {
+    let word = |block: &[u8], p: Piece| {
+        let bytes = block[p.from..p.from + 4].first_chunk().expect("four bytes");
+        u32::from_le_bytes(*bytes).rotate_left(p.turn) & p.mask
+    };
+    let out = out.iter_mut().zip(blocks);
+    match *pieces {
+        [a] => out.for_each(|(out, block)| *out = (word(block, a) ^ flip).to_le_bytes()),
+        [a, b] => out.for_each(|(out, block)| *out = ((word(block, a) | word(block, b)) ^ flip).to_le_bytes()),
+        _ => out.for_each(|(out, block)| {
+            *out = (pieces.iter().fold(0, |x, &p| x | word(block, p)) ^ flip).to_le_bytes();
+        }),
     }
 }
 
@@ -166,5 +266,34 @@ pub(crate) mod place {
     /// Byte `byte` of a run of bytes per row: the rows' first bytes, then their second ones.
     pub(crate) fn byte(row: usize, byte: usize) -> usize {
         byte * LANES + row
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::LANES;
+    use crate::dtype::FORMATS;
+
+    #[test]
+    fn a_panel_is_what_its_rows_are() {
+        let mut state = 1u32;
+        let mut byte = || {
+            state = state.wrapping_mul(1_664_525).wrapping_add(1_013_904_223);
+            (state >> 24) as u8
+        };
+        for format in FORMATS {
+            let Some(panel_format) = format.panel else { continue };
+            let packing = panel_format.packing();
+            let rows: Vec<Vec<u8>> =
+                (0..LANES).map(|_| (0..3 * format.block_bytes).map(|_| byte()).collect()).collect();
+            for n in [1, 7, LANES] {
+                let mut expected = vec![0; 3 * format.block_bytes * LANES];
+                (0..n).for_each(|lane| packing.pack_row(&rows[lane], lane, &mut expected));
+                let mut got = vec![0; expected.len()];
+                let some: Vec<&[u8]> = rows[..n].iter().map(|row| &row[..]).collect();
+                packing.pack_panel(&some, &mut got);
+                assert!(got == expected, "{} with {n} rows", format.dtype.name());
+            }
+        }
     }
 }

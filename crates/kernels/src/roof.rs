@@ -67,12 +67,13 @@ impl Kernel for Read<'_> {
         let quarter = self.0.len() / 4;
         let (a, b) = self.0.split_at(2 * quarter);
         let ((a, b), (c, d)) = (a.split_at(quarter), b.split_at(quarter));
-        let streams = [a, b, c, d].map(|x| x.as_chunks::<{ 2 * LANES }>().0);
-        for at in 0..streams[0].len() {
+        let [a, b, c, d] = [a, b, c, d].map(|x| x.as_chunks::<{ 2 * LANES }>().0);
+        for (((a, b), c), d) in a.iter().zip(b).zip(c).zip(d) {
+            let streams = [a, b, c, d];
             let mut i = 0;
             while i < 8 {
                 // SAFETY: 16 of the chunk's elements.
-                acc[i] = s.add(acc[i], unsafe { s.load(streams[i / 2][at].as_ptr().add(i % 2 * LANES)) });
+                acc[i] = s.add(acc[i], unsafe { s.load(streams[i / 2].as_ptr().add(i % 2 * LANES)) });
                 i += 1;
             }
         }

@@ -6,8 +6,9 @@
 use crate::batch::{Batch, Row};
 use crate::kv::KvCache;
 use crate::weights::{Linear, Norm};
+use bytes::Bytes;
 use puna_kernels::ops::{Activation, RopeTable, Routing};
-use puna_kernels::{Acts, Attention, MatrixSource};
+use puna_kernels::{Acts, Attention, DType, MatrixSource};
 
 /// Rows (or some of them) by one matrix.
 pub struct Job<'a, M> {
@@ -32,6 +33,16 @@ pub trait Backend {
     /// Takes a matrix of which only some rows are read, and which is never multiplied with.
     fn table(&self, source: MatrixSource) -> Self::Matrix {
         self.matrix(source)
+    }
+    /// Takes a matrix `[rows, cols]` in memory that [`Backend::disown`] gives back, where the device computes from
+    /// it. It has room for whole panels ([`puna_kernels::packed_bytes`]), and is packed where the device packs.
+    fn owned(&self, dtype: DType, [rows, cols]: [usize; 2], bytes: Vec<u8>) -> Self::Matrix {
+        let stored = rows * dtype.row_bytes(cols).unwrap_or(0);
+        self.matrix(MatrixSource { dtype, rows, cols, bytes: Bytes::from(bytes).slice(..stored), order: None })
+    }
+    /// The memory of a matrix that it owned.
+    fn disown(&self, _matrix: Self::Matrix) -> Vec<u8> {
+        Vec::new()
     }
     /// Whether the matrix no longer reads the bytes it was made from.
     fn copies(&self, matrix: &Self::Matrix) -> bool;

@@ -8,6 +8,7 @@ use crate::config::{Config, MoeConfig};
 use crate::error::Error;
 use crate::quantize::{self, quantize_rows};
 use crate::weights::{Attn, Dense, Ffn, Layer, Linear, Moe, Norm, Shared, Weights};
+use bytes::Bytes;
 use puna_kernels::{Arith, DType, MatrixSource, Pool};
 use std::cell::RefCell;
 use std::collections::HashSet;
@@ -15,15 +16,15 @@ use std::ops::Range;
 
 /// A matrix that was found and checked, and is not yet in a device's form.
 pub struct Found {
-    dtype: DType,
-    rows: usize,
-    cols: usize,
-    row_bytes: usize,
-    data: Data,
+    pub(crate) dtype: DType,
+    pub(crate) rows: usize,
+    pub(crate) cols: usize,
+    pub(crate) row_bytes: usize,
+    pub(crate) data: Data,
     /// Row of the data that becomes row i; `None`: row i.
     order: Option<Vec<u32>>,
     /// What is read of a file, to give its memory back.
-    place: Option<Place>,
+    pub(crate) place: Option<Place>,
     /// Whether it is a layer's projection or the output, which may be quantized: not the embedding, not a router.
     is_projection: bool,
     /// Rows of it are looked up, and nothing is multiplied with it.
@@ -59,6 +60,35 @@ pub fn bind(from: &dyn Checkpoint, arch: &Arch, config: &Config, head: bool) -> 
     Ok(weights)
 }
 
+/// What tells a model from others: a hash of its configuration and, of every tensor, of name, shape, format, and the 256
+/// bytes in its middle. To read all weights would take as long as loading them does; tensors that were changed only
+/// elsewhere count as the same.
+pub fn fingerprint(from: &dyn Checkpoint, config: &Config) -> [u8; 32] {
+    const SAMPLE: usize = 256;
+    let mut hasher = blake3::Hasher::new();
+    let mut add = |bytes: &[u8]| {
+        hasher.update(&(bytes.len() as u64).to_le_bytes()).update(bytes);
+    };
+    add(format!("{config:?}").as_bytes());
+    let mut names = from.names();
+    names.retain(|name| is_part(name));
+    names.sort_unstable();
+    for name in names {
+        add(name.as_bytes());
+        add(format!("{:?}", from.shape(&name)).as_bytes());
+        let Ok(tensor) = from.tensor(&name) else { continue };
+        add(tensor.dtype.name().as_bytes());
+        let stored = match (&tensor.place, &tensor.data) {
+            (Some(place), _) => place.map.bytes().get(place.range.clone()).unwrap_or_default(),
+            (None, Data::Stored(bytes)) => bytes,
+            (None, Data::Made(rows, _)) => rows.stored(),
+        };
+        let start = stored.len().saturating_sub(SAMPLE) / 2;
+        add(&stored[start..stored.len().min(start + SAMPLE)]);
+    }
+    *hasher.finalize().as_bytes()
+}
+
 /// Bytes of all weights as they are loaded, before matrices are in a device's form.
 pub fn bytes(weights: &Weights<Found>) -> u64 {
     let mut total = matrix_bytes(weights);
@@ -89,11 +119,12 @@ pub fn notice(weights: &Weights<Found>, wish: DType) -> Option<String> {
 }
 
 /// Brings bound weights into a device's form, and gives back the pages of files that it copied. `quantize`: what
-/// projections that are stored as floats become before.
+/// projections that are stored as floats become before. `own`: nothing goes on using the maps of files.
 pub fn load<B: Backend>(
     backend: &B,
     weights: Weights<Found>,
     quantize: Option<(&Pool, DType)>,
+    own: bool,
     progress: &mut Progress,
 ) -> Weights<B::Matrix> {
     let (mut done, total) = (0, matrix_bytes(&weights));
@@ -106,10 +137,18 @@ pub fn load<B: Backend>(
             Some((pool, to)) => (to, quantize_rows(pool, &data, [rows, cols], dtype, to)),
             None => (dtype, data.read()),
         };
-        let source = MatrixSource { dtype, rows, cols, bytes, order };
-        let matrix = if is_table { backend.table(source) } else { backend.matrix(source) };
-        if let Some(place) = place.filter(|_| is_copy || backend.copies(&matrix)) {
-            place.map.release(place.range);
+        let device = |bytes: Bytes| {
+            let source = MatrixSource { dtype, rows, cols, bytes, order: order.clone() };
+            if is_table { backend.table(source) } else { backend.matrix(source) }
+        };
+        let mut matrix = device(bytes.clone());
+        let is_copy = is_copy || backend.copies(&matrix);
+        if own && !is_copy {
+            matrix = device(Bytes::copy_from_slice(&bytes));
+        }
+        if let Some(place) = place.filter(|_| own || is_copy) {
+            // Of a file that experts are read from, all that loading has touched goes.
+            place.map.release(if own { 0..place.map.len() } else { place.range });
         }
         done += n_bytes;
         progress(done, total);
@@ -119,7 +158,7 @@ pub fn load<B: Backend>(
 
 impl Found {
     /// Bytes of the matrix before it is in a device's form.
-    fn bytes(&self) -> u64 {
+    pub(crate) fn bytes(&self) -> u64 {
         self.rows as u64 * self.row_bytes as u64
     }
 

@@ -63,8 +63,18 @@ pub enum Data {
 
 /// Rows that are made when they are wanted, so that a model is never in memory in two forms.
 pub trait MakeRows: Send + Sync {
+    /// Bytes of a row.
+    fn row_bytes(&self) -> usize;
+    /// The bytes that rows are made of: all that [`Tensor::place`] says.
+    fn stored(&self) -> &[u8];
+    /// Makes the rows of `range` from `stored`, which is [`MakeRows::stored`] or the same read from the file again.
+    fn make(&self, stored: &[u8], range: Range<usize>, out: &mut [u8]);
     /// The rows of `range`, one after the other.
-    fn rows(&self, range: Range<usize>) -> Bytes;
+    fn rows(&self, range: Range<usize>) -> Bytes {
+        let mut out = vec![0; range.len() * self.row_bytes()];
+        self.make(self.stored(), range, &mut out);
+        out.into()
+    }
 }
 
 impl Data {

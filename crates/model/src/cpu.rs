@@ -6,7 +6,9 @@ use crate::kv::KvCache;
 use crate::weights::Norm;
 use arrayvec::ArrayVec;
 use puna_kernels::ops::{self, Activation, RopeTable, Routing};
-use puna_kernels::{Acts, Attention, Exec, Isa, KvType, Matrix, MatrixSource, Product, attention, kv_store, matmul};
+use puna_kernels::{
+    Acts, Attention, DType, Exec, Isa, KvType, Matrix, MatrixSource, Product, attention, kv_store, matmul,
+};
 
 /// The processor's cores.
 pub struct Cpu {
@@ -35,6 +37,14 @@ impl Backend for Cpu {
 
     fn table(&self, source: MatrixSource) -> Matrix {
         Matrix::new(&self.exec, source, false)
+    }
+
+    fn owned(&self, dtype: DType, shape: [usize; 2], bytes: Vec<u8>) -> Matrix {
+        Matrix::owned(dtype, shape, bytes, self.pack)
+    }
+
+    fn disown(&self, matrix: Matrix) -> Vec<u8> {
+        matrix.into_bytes()
     }
 
     fn copies(&self, matrix: &Matrix) -> bool {

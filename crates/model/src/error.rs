@@ -135,6 +135,36 @@ pub enum Error {
         /// The file.
         path: PathBuf,
     },
+    /// A saved state cannot be used.
+    #[error("{}: the saved state cannot be used: {what}", shown(path))]
+    State {
+        /// The file.
+        path: PathBuf,
+        /// What was expected and what was found.
+        what: String,
+    },
+    /// A file that experts are read from is no longer what it was.
+    #[error("{}: the file has changed since the model was loaded: {what}", shown(path))]
+    Changed {
+        /// The file.
+        path: PathBuf,
+        /// What was expected and what was found.
+        what: String,
+    },
+    /// Memory for experts that does not hold two.
+    #[error("expert memory of {bytes} bytes is too small: two experts take {needed}")]
+    ExpertMemory {
+        /// Bytes they may take.
+        bytes: u64,
+        /// Bytes of two experts.
+        needed: u64,
+    },
+    /// Experts cannot be read when they are wanted.
+    #[error("experts cannot be read as they are needed: {what}")]
+    Experts {
+        /// Why not.
+        what: String,
+    },
     /// The batch does not fit the model or the cache.
     #[error("the batch cannot be computed: {what}")]
     Batch {

@@ -4,11 +4,14 @@
 use crate::backend::{Backend, Job};
 use crate::batch::Batch;
 use crate::config::Config;
+use crate::error::Error;
+use crate::experts::ExpertStream;
 use crate::kv::KvCache;
-use crate::moe::{MoeScratch, MoeStep};
+use crate::moe::{MoeScratch, MoeStep, Streamed};
 use crate::weights::{Ffn, Weights};
 use puna_kernels::ops::RopeTable;
 use puna_kernels::{Acts, Attention};
+use std::cell::RefCell;
 
 /// Sees, and may change, the residual: what steering, capture and tests hang on to.
 pub trait Tap {
@@ -49,16 +52,22 @@ pub struct Scratch {
     pub(crate) logits: Acts,
 }
 
+/// A model: what it is, its weights, and its experts that are not in memory.
+pub(crate) type Loaded<'a, M> = (&'a Config, &'a Weights<M>, Option<&'a RefCell<ExpertStream<M>>>);
+
 /// Computes the batch's rows, keeps their keys and values in `kv` (which has blocks for them), and leaves its outputs
 /// after the last norm, `[outputs, dim]`, in the scratch.
+///
+/// # Errors
+/// Where experts are read from files, and one cannot be: nothing that `kv` counts has changed.
 pub(crate) fn forward<B: Backend>(
     b: &B,
-    (c, w): (&Config, &Weights<B::Matrix>),
+    (c, w, experts): Loaded<B::Matrix>,
     batch: &Batch,
     kv: &mut KvCache,
     s: &mut Scratch,
     tap: &mut dyn Tap,
-) {
+) -> Result<(), Error> {
     let rope = RopeTable { cos: &s.cos, sin: &s.sin, half: c.rope.half() }; // [rows, half]
     let rows = batch.rows.len();
     b.embed(&w.tok_embd.weight, batch, c.embed_scale, &mut s.x); // [rows, dim]
@@ -113,8 +122,10 @@ pub(crate) fn forward<B: Backend>(
         }
         match (&layer.ffn, &c.moe) {
             (Ffn::Moe(m), Some(config)) => {
-                let mut moe = MoeStep { b, config, activation: c.activation, s: &mut s.moe };
-                moe.forward(m, &mut s.h, &mut s.attn); // [rows, dim]
+                let next = w.layers.get(l + 1).and_then(|layer| layer.ffn.moe());
+                let stream = experts.map(|experts| Streamed { experts, layer: l, next });
+                let mut moe = MoeStep { b, config, activation: c.activation, s: &mut s.moe, stream };
+                moe.forward(m, &mut s.h, &mut s.attn)?; // [rows, dim]
             }
             (Ffn::Moe(_), None) => unreachable!("experts are bound only where the configuration has them"),
             (Ffn::Dense(f), _) => {
@@ -148,6 +159,7 @@ pub(crate) fn forward<B: Backend>(
     }
     b.rms_norm(&s.x, &w.output_norm, &mut s.h); // [outputs, dim]
     tap.hidden(&s.h);
+    Ok(())
 }
 
 /// Logits of what [`forward`] left, `[outputs, vocab_size]`.

@@ -99,6 +99,11 @@ impl Group {
         first_needed(self.window, len) / KV_BLOCK
     }
 
+    /// First block that a sequence needs that goes on after `blocks` whole ones.
+    fn first_kept(&self, blocks: usize) -> usize {
+        self.first_block(blocks * KV_BLOCK).min(blocks)
+    }
+
     /// Most blocks that a sequence of `len` positions needs between steps.
     fn needed(&self, len: usize) -> usize {
         let window = self.window.map_or(usize::MAX, |w| (w.max(1) - 1).div_ceil(KV_BLOCK) + 1);
@@ -242,6 +247,61 @@ impl KvCache {
         s.total = total.max(s.len);
         own.copy_from(chain, s.len);
         s.len
+    }
+
+    /// Of the rows of `chain`, how many whole blocks are in the cache such that every layer can go on from them; and for
+    /// each group of layers the blocks that it goes on from.
+    pub(crate) fn kept(&self, chain: &Chain) -> (usize, Vec<(usize, Vec<u32>)>) {
+        let keys = chain.keys();
+        let blocks = longest(&self.groups, keys, 0, keys.len()).unwrap_or(0);
+        let ids = |group: &Group| {
+            let keys = &keys[group.first_kept(blocks)..blocks];
+            keys.iter().map(|key| group.pages.find(key).expect("every layer serves them")).collect()
+        };
+        (blocks, self.groups.iter().map(ids).enumerate().collect())
+    }
+
+    /// Bytes of what [`KvCache::kept`] gives for so many blocks.
+    pub(crate) fn kept_bytes(&self, blocks: usize) -> u64 {
+        let bytes = |(i, g): (usize, &Group)| (blocks - g.first_kept(blocks)) as u64 * self.group_bytes(i) as u64;
+        self.groups.iter().enumerate().map(bytes).sum()
+    }
+
+    /// Bytes of a block of a group of layers.
+    pub(crate) fn group_bytes(&self, group: usize) -> usize {
+        self.groups[group].pages.block_bytes()
+    }
+
+    /// The content of a block.
+    pub(crate) fn block(&self, group: usize, id: u32) -> &[u8] {
+        self.groups[group].pages.blocks.content(id)
+    }
+
+    /// Puts the blocks into the cache that [`KvCache::kept`] would give for the first `blocks` blocks of `chain`, and
+    /// that others find from then on; `read` fills each, in that order. False where it does not, or there is no memory:
+    /// then nothing is put.
+    pub(crate) fn put(&mut self, chain: &Chain, blocks: usize, read: &mut dyn FnMut(&mut [u8]) -> bool) -> bool {
+        let mut got = Vec::new();
+        let mut is_whole = true;
+        'groups: for (g, group) in self.groups.iter_mut().enumerate() {
+            for i in group.first_kept(blocks)..blocks {
+                let Some(id) = group.pages.alloc() else {
+                    is_whole = false;
+                    break 'groups;
+                };
+                got.push((g, id, i));
+                if !read(group.pages.blocks.content_mut(id)) {
+                    is_whole = false;
+                    break 'groups;
+                }
+            }
+        }
+        for (g, id, i) in got.into_iter().rev() {
+            let pages = &mut self.groups[g].pages;
+            let id = if is_whole { pages.name(id, chain.keys()[i]) } else { id };
+            pages.release(id);
+        }
+        is_whole
     }
 
     /// Gets blocks for `rows` more positions of a sequence, which stay its own until it is cut or ends. Returns how many

@@ -10,7 +10,14 @@
 
 #![allow(unsafe_code)]
 
-use std::{fs, fs::File, io, ops::Range, path::Path, sync::Arc};
+use std::{
+    fs,
+    fs::File,
+    io,
+    ops::Range,
+    path::{Path, PathBuf},
+    sync::Arc,
+};
 
 use bytes::Bytes;
 use memmap2::Mmap;
@@ -24,6 +31,16 @@ pub struct Map {
     bytes: Bytes,
     /// `None` for an empty file, which cannot be mapped, and for bytes that never were a file.
     mmap: Option<Arc<Mmap>>,
+    file: Option<Arc<Opened>>,
+}
+
+/// The file that was mapped: what reads it goes on with the same one when its name becomes another's.
+#[derive(Debug)]
+pub struct Opened {
+    /// Where it was.
+    pub path: PathBuf,
+    /// The file.
+    pub file: File,
 }
 
 /// How a range of the file is about to be used.
@@ -75,7 +92,13 @@ impl Map {
         // SAFETY: the map is read-only and lives as long as a slice of it does. That nobody shortens or rewrites the
         // file meanwhile is asked of the user (see the head of this file); it is the one thing that cannot be checked.
         let mmap = Arc::new(unsafe { Mmap::map(&file) }?);
-        Ok(Map { bytes: Bytes::from_owner(Owner(mmap.clone())), mmap: Some(mmap) })
+        let file = Arc::new(Opened { path: path.to_owned(), file });
+        Ok(Map { bytes: Bytes::from_owner(Owner(mmap.clone())), mmap: Some(mmap), file: Some(file) })
+    }
+
+    /// The file; `None` for an empty one, and for bytes that never were one.
+    pub fn file(&self) -> Option<&Arc<Opened>> {
+        self.file.as_ref()
     }
 
     /// The whole file.
@@ -134,7 +157,7 @@ impl Map {
 /// Bytes already in memory, as if they were a file; hints do nothing.
 impl From<Bytes> for Map {
     fn from(bytes: Bytes) -> Map {
-        Map { bytes, mmap: None }
+        Map { bytes, mmap: None, file: None }
     }
 }
 

@@ -7,12 +7,17 @@ use crate::checkpoint::Checkpoint;
 use crate::config::Config;
 use crate::cpu::Cpu;
 use crate::error::Error;
+use crate::experts::{ExpertStats, ExpertStream, Plan, Wishes};
 use crate::forward::{self, Scratch, Tap};
 use crate::kv::KvCache;
+use crate::prefix::Chain;
 use crate::reference::Reference;
+use crate::state::{self, Saved, State};
 use crate::timed::{Profile, Timed};
 use crate::weights::Weights;
 use puna_kernels::{DType, Isa, KvType, Pool};
+use std::cell::RefCell;
+use std::path::Path;
 
 /// What computes.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -42,6 +47,9 @@ pub struct LoadOptions {
     pub quantize: Option<DType>,
     /// Keep time of each kind of operation, for [`Model::take_profile`].
     pub profile: bool,
+    /// Most bytes of routed experts in memory, where they are read from their files as they are needed; at least two
+    /// experts. `None`: all of them are. Where all fit they are loaded as without a limit.
+    pub expert_memory: Option<u64>,
     /// Load the output projection. Without it there are no logits, only [`Model::hidden`]; files need not have one.
     pub head: bool,
 }
@@ -56,6 +64,7 @@ impl Default for LoadOptions {
             pack: true,
             quantize: None,
             profile: false,
+            expert_memory: None,
             head: true,
         }
     }
@@ -66,29 +75,40 @@ pub struct Model {
     config: Config,
     runner: Box<dyn Runner + Send>,
     notices: Vec<String>,
+    fingerprint: [u8; 32],
     scratch: Scratch,
 }
 
+/// Whether a batch was computed.
+type Outcome = Result<(), Error>;
+
 /// A backend with its weights, whichever it is.
 trait Runner {
-    fn forward(&self, config: &Config, batch: &Batch, kv: &mut KvCache, scratch: &mut Scratch, tap: &mut dyn Tap);
+    fn forward(&self, config: &Config, batch: &Batch, kv: &mut KvCache, s: &mut Scratch, tap: &mut dyn Tap) -> Outcome;
     fn head(&self, config: &Config, scratch: &mut Scratch);
     fn has_head(&self) -> bool;
     fn threads(&self) -> usize;
     fn bytes_per_step(&self, config: &Config) -> usize;
+    fn expert_stats(&self) -> Option<ExpertStats>;
     fn take_profile(&self) -> Profile {
         Profile::default()
     }
 }
 
-struct Run<B: Backend>(B, Weights<B::Matrix>, usize);
+struct Run<B: Backend> {
+    backend: B,
+    weights: Weights<B::Matrix>,
+    threads: usize,
+    /// Experts that are not in memory.
+    experts: Option<RefCell<ExpertStream<B::Matrix>>>,
+}
 
 /// The same with a clock.
 struct TimedRun<B: Backend>(Run<Timed<B>>);
 
 impl<B: Backend> Runner for TimedRun<B> {
-    fn forward(&self, config: &Config, batch: &Batch, kv: &mut KvCache, scratch: &mut Scratch, tap: &mut dyn Tap) {
-        self.0.forward(config, batch, kv, scratch, tap);
+    fn forward(&self, config: &Config, batch: &Batch, kv: &mut KvCache, s: &mut Scratch, tap: &mut dyn Tap) -> Outcome {
+        self.0.forward(config, batch, kv, s, tap)
     }
 
     fn head(&self, config: &Config, scratch: &mut Scratch) {
@@ -107,31 +127,41 @@ impl<B: Backend> Runner for TimedRun<B> {
         self.0.bytes_per_step(config)
     }
 
+    fn expert_stats(&self) -> Option<ExpertStats> {
+        self.0.expert_stats()
+    }
+
     fn take_profile(&self) -> Profile {
-        self.0.0.take()
+        self.0.backend.take()
     }
 }
 
 impl<B: Backend> Runner for Run<B> {
-    fn forward(&self, config: &Config, batch: &Batch, kv: &mut KvCache, scratch: &mut Scratch, tap: &mut dyn Tap) {
-        forward::forward(&self.0, (config, &self.1), batch, kv, scratch, tap);
+    fn forward(&self, config: &Config, batch: &Batch, kv: &mut KvCache, s: &mut Scratch, tap: &mut dyn Tap) -> Outcome {
+        forward::forward(&self.backend, (config, &self.weights, self.experts.as_ref()), batch, kv, s, tap)
     }
 
     fn head(&self, config: &Config, scratch: &mut Scratch) {
-        forward::head(&self.0, (config, &self.1), scratch);
+        forward::head(&self.backend, (config, &self.weights), scratch);
     }
 
     fn has_head(&self) -> bool {
-        self.1.has_head
+        self.weights.has_head
     }
 
     fn threads(&self) -> usize {
-        self.2
+        self.threads
     }
 
     fn bytes_per_step(&self, config: &Config) -> usize {
-        let bytes = |m: &B::Matrix| self.0.describe(m).2;
-        self.1.bytes_per_step(config, &bytes)
+        let bytes = |m: &B::Matrix| self.backend.describe(m).2;
+        let used = config.moe.map_or(0, |moe| moe.routing.used);
+        let streamed = self.experts.as_ref().map_or(0, |experts| experts.borrow().bytes_per_step(used));
+        self.weights.bytes_per_step(config, &bytes) + streamed
+    }
+
+    fn expert_stats(&self) -> Option<ExpertStats> {
+        self.experts.as_ref().map(|experts| experts.borrow().stats())
     }
 }
 
@@ -150,28 +180,48 @@ impl Model {
             return Err(Error::Quantize { dtype });
         }
         let (arch, config) = from.config()?;
-        let weights = bind::bind(from, arch, &config, options.head)?;
-        let notices = options.quantize.and_then(|wish| bind::notice(&weights, wish)).into_iter().collect();
+        let mut weights = bind::bind(from, arch, &config, options.head)?;
+        let mut notices: Vec<String> =
+            options.quantize.and_then(|wish| bind::notice(&weights, wish)).into_iter().collect();
+        let plan = match options.expert_memory {
+            Some(budget) => {
+                let wishes = Wishes { budget, quantize: options.quantize, pack: options.pack };
+                Plan::take(&mut weights, &config, wishes)?
+            }
+            None => None,
+        };
+        if options.expert_memory.is_some() && config.moe.is_none() {
+            notices.push("the model has no experts: a limit of their memory changes nothing".into());
+        }
+        let own = plan.is_some();
+        // Keys and values depend on these, too.
+        let way = format!("{:?} {:?}", options.backend, options.quantize);
+        let fingerprint = *blake3::keyed_hash(&bind::fingerprint(from, &config), way.as_bytes()).as_bytes();
         let runner: Box<dyn Runner + Send> = match options.backend {
             BackendKind::Cpu => {
                 let cpu = Cpu::new(options.isa, options.threads, options.pack);
                 let threads = cpu.exec().pool.threads();
                 let quantize = options.quantize.map(|dtype| (&cpu.exec().pool, dtype));
-                let weights = bind::load(&cpu, weights, quantize, progress);
+                let weights = bind::load(&cpu, weights, quantize, own, progress);
                 if options.profile {
-                    Box::new(TimedRun(Run(Timed::new(cpu), weights, threads)))
+                    let experts = plan.map(ExpertStream::new).transpose()?.map(RefCell::new);
+                    Box::new(TimedRun(Run { backend: Timed::new(cpu), weights, threads, experts }))
                 } else {
-                    Box::new(Run(cpu, weights, threads))
+                    let experts = plan.map(ExpertStream::new).transpose()?.map(RefCell::new);
+                    Box::new(Run { backend: cpu, weights, threads, experts })
                 }
             }
             BackendKind::Reference => {
+                if own {
+                    return Err(Error::Experts { what: "the reference keeps all weights in memory".into() });
+                }
                 let pool = Pool::new(options.threads);
                 let quantize = options.quantize.map(|dtype| (&pool, dtype));
-                let weights = bind::load(&Reference, weights, quantize, progress);
-                Box::new(Run(Reference, weights, 1))
+                let weights = bind::load(&Reference, weights, quantize, own, progress);
+                Box::new(Run { backend: Reference, weights, threads: 1, experts: None })
             }
         };
-        Ok(Model { config, runner, notices, scratch: Scratch::default() })
+        Ok(Model { config, runner, notices, fingerprint, scratch: Scratch::default() })
     }
 
     /// What the model is.
@@ -189,6 +239,39 @@ impl Model {
         self.runner.has_head()
     }
 
+    /// What tells it from other models, and from itself loaded in a way that changes what it computes: a hash of its
+    /// configuration, of its tensors' names, shapes and formats, and of a sample of each ([`bind::fingerprint`]).
+    pub fn fingerprint(&self) -> &[u8; 32] {
+        &self.fingerprint
+    }
+
+    /// Saves what the cache has of a sequence's rows, for [`Model::load_state`]; a file of that name is replaced when the
+    /// new one is complete. `note`: any text, kept with it. Gives how many positions are saved with their keys and values:
+    /// whole blocks of 32. The other rows are saved as what they are, and are computed again.
+    ///
+    /// # Errors
+    /// [`Error::Write`]; [`Error::Batch`] where the cache is of another shape.
+    pub fn save_state(&self, kv: &KvCache, chain: &Chain, note: &str, path: &Path) -> Result<usize, Error> {
+        self.check_cache(kv)?;
+        state::save(kv, &Saved { model: &self.fingerprint, chain, note }, path)
+    }
+
+    /// Puts a saved state into the cache: shared sequences that begin alike ([`KvCache::adopt`]) go on from it, and are
+    /// what they would have been without it, bit for bit.
+    ///
+    /// # Errors
+    /// [`Error::State`] where the file is damaged, or of another model or kind of cache; [`Error::Io`];
+    /// [`Error::OutOfMemory`] where the cache does not hold it; [`Error::Batch`] as before.
+    pub fn load_state(&self, kv: &mut KvCache, path: &Path) -> Result<State, Error> {
+        self.check_cache(kv)?;
+        state::load(kv, &self.fingerprint, path)
+    }
+
+    fn check_cache(&self, kv: &KvCache) -> Result<(), Error> {
+        let what = || "the cache was made for a model of another shape".into();
+        if kv.fits(&self.config) { Ok(()) } else { Err(Error::Batch { what: what() }) }
+    }
+
     /// Threads it runs on.
     pub fn threads(&self) -> usize {
         self.runner.threads()
@@ -197,6 +280,11 @@ impl Model {
     /// Time of each kind of operation since the last call; empty unless [`LoadOptions::profile`] was set.
     pub fn take_profile(&self) -> Profile {
         self.runner.take_profile()
+    }
+
+    /// What became of wanted experts; `None` where all are in memory.
+    pub fn expert_stats(&self) -> Option<ExpertStats> {
+        self.runner.expert_stats()
     }
 
     /// Bytes of weights that one token reads: all but the embedding table and the experts that are not chosen.
@@ -215,7 +303,9 @@ impl Model {
     ///
     /// # Errors
     /// [`Error::Batch`] when the batch does not fit the model or the cache, which are then as before;
-    /// [`Error::OutOfMemory`] when the cache cannot grow; [`Error::NoHead`].
+    /// [`Error::OutOfMemory`] when the cache cannot grow; [`Error::NoHead`]. Where experts are read from files,
+    /// [`Error::Changed`] or [`Error::Io`]: the cache is as before then, and the same batch can be computed once the
+    /// files are right.
     pub fn forward(&mut self, batch: &Batch, kv: &mut KvCache) -> Result<&[f32], Error> {
         self.forward_with(batch, kv, &mut ())
     }
@@ -277,16 +367,17 @@ impl Model {
                 row += 1;
             }
         }
-        self.runner.forward(&self.config, batch, kv, &mut self.scratch, tap);
-        Ok(())
+        let outcome = self.runner.forward(&self.config, batch, kv, &mut self.scratch, tap);
+        if outcome.is_err() {
+            kv.rollback(batch);
+        }
+        outcome
     }
 
     fn check(&self, batch: &Batch, kv: &KvCache) -> Result<(), Error> {
         let error = |what: String| Err(Error::Batch { what });
         let n = batch.rows.len();
-        if !kv.fits(&self.config) {
-            return error("the cache was made for a model of another shape".into());
-        }
+        self.check_cache(kv)?;
         check_rows(&batch.rows, &batch.embeds, &self.config)?;
         if let Some(bad) = batch.outputs.windows(2).find(|o| o[0] >= o[1]) {
             return error(format!("outputs {} and {} are not in rising order", bad[0], bad[1]));

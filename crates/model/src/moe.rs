@@ -2,10 +2,14 @@
 
 use crate::backend::{Backend, Job, MAX_JOBS};
 use crate::config::MoeConfig;
-use crate::weights::{Dense, Linear, Moe, Shared};
+use crate::error::Error;
+use crate::experts::ExpertStream;
+use crate::weights::{Dense, Moe, Shared};
 use arrayvec::ArrayVec;
 use puna_kernels::Acts;
 use puna_kernels::ops::Activation;
+use std::cell::RefCell;
+use std::ops::Range;
 
 /// Buffers of [`MoeStep`], reused from layer to layer.
 #[derive(Default)]
@@ -24,7 +28,9 @@ pub struct MoeScratch {
     slots: Vec<u32>,
     /// 0, 1, 2, ..
     identity: Vec<u32>,
-    /// `[rows * used, ffn_dim]`
+    /// Experts that are computed together.
+    wave: Vec<u32>,
+    /// `[rows of the wave, ffn_dim]`
     gate: Vec<f32>,
     up: Vec<f32>,
     act: Acts,
@@ -32,6 +38,10 @@ pub struct MoeScratch {
     down: Vec<f32>,
     /// Output of the shared expert, `[rows, dim]`.
     shared: Acts,
+    /// What the next layer's router would choose: as `scores`, `ids` and `weights`.
+    next_scores: Vec<f32>,
+    next_ids: Vec<u32>,
+    next_weights: Vec<f32>,
 }
 
 impl MoeScratch {
@@ -63,7 +73,7 @@ impl MoeScratch {
 }
 
 /// What every layer's mixture is computed with.
-pub struct MoeStep<'a, B> {
+pub struct MoeStep<'a, B: Backend> {
     /// The device.
     pub b: &'a B,
     /// The mixture.
@@ -72,19 +82,49 @@ pub struct MoeStep<'a, B> {
     pub activation: Activation,
     /// Buffers.
     pub s: &'a mut MoeScratch,
+    /// Where experts come from that are not in memory.
+    pub stream: Option<Streamed<'a, B::Matrix>>,
+}
+
+/// Experts of a layer that are read when they are wanted.
+pub struct Streamed<'a, M> {
+    /// Those of all layers.
+    pub experts: &'a RefCell<ExpertStream<M>>,
+    /// The layer.
+    pub layer: usize,
+    /// The layer after it, if it is a mixture.
+    pub next: Option<&'a Moe<M>>,
 }
 
 impl<B: Backend> MoeStep<'_, B> {
     /// `out[row]` = the weighted sum of the row's experts, in the order of rank, and of the shared one.
-    pub fn forward(&mut self, moe: &Moe<B::Matrix>, x: &mut Acts, out: &mut Acts) {
+    ///
+    /// # Errors
+    /// Where experts are read from files, and one cannot be.
+    pub fn forward(&mut self, moe: &Moe<B::Matrix>, x: &mut Acts, out: &mut Acts) -> Result<(), Error> {
         if x.rows() == 0 {
-            return out.resize(0, x.cols());
+            out.resize(0, x.cols());
+            return Ok(());
         }
         self.route(moe, x);
-        self.experts(&moe.experts, x, out);
+        self.s.down.resize(self.s.rows.len() * x.cols(), 0.0);
+        let starts = std::mem::take(&mut self.s.starts);
+        let computed = match self.stream.take() {
+            None => {
+                let ranges = starts.windows(2).map(|range| range[0]..range[1]);
+                self.wave(moe.experts.iter().zip(ranges), x);
+                Ok(())
+            }
+            Some(stream) => self.streamed(&stream, &starts, x),
+        };
+        self.s.starts = starts;
+        computed?;
+        out.resize(x.rows(), x.cols());
+        self.b.weighted_sum(&self.s.down, &self.s.slots, &self.s.weights, out);
         if let Some(shared) = &moe.shared {
             self.shared(shared, x, out);
         }
+        Ok(())
     }
 
     fn route(&mut self, moe: &Moe<B::Matrix>, x: &mut Acts) {
@@ -97,22 +137,73 @@ impl<B: Backend> MoeStep<'_, B> {
         s.sort(self.config.n_experts, routing.used);
     }
 
-    fn experts(&mut self, experts: &[Dense<B::Matrix>], x: &mut Acts, out: &mut Acts) {
-        let (b, s, width) = (self.b, &mut *self.s, self.config.ffn_dim);
-        let n = s.rows.len();
+    /// Computes experts as they come into memory.
+    fn streamed(&mut self, stream: &Streamed<B::Matrix>, starts: &[usize], x: &mut Acts) -> Result<(), Error> {
+        let (b, mut experts) = (self.b, stream.experts.borrow_mut());
+        let mut wave = std::mem::take(&mut self.s.wave);
+        experts.begin(stream.layer, x.rows(), starts);
+        let mut is_first = true;
+        let result = loop {
+            match experts.wave(b, &mut wave) {
+                Ok(true) => {}
+                Ok(false) => break Ok(()),
+                Err(e) => break Err(e),
+            }
+            if let Some(next) = stream.next.filter(|_| is_first && experts.wants_prediction()) {
+                self.ask(next, x);
+                experts.predict(b, &self.s.next_ids);
+            }
+            is_first = false;
+            let range = |e: u32| starts[e as usize]..starts[e as usize + 1];
+            self.wave(wave.iter().map(|&e| (experts.expert(e), range(e))), x);
+            experts.release(&wave);
+        };
+        self.s.wave = wave;
+        result
+    }
+
+    /// What the next layer's router would choose if this layer added nothing.
+    fn ask(&mut self, next: &Moe<B::Matrix>, x: &mut Acts) {
+        let (rows, routing, s) = (x.rows(), &self.config.routing, &mut *self.s);
+        s.next_scores.resize(rows * self.config.n_experts, 0.0);
+        self.b.linear(x, &mut [Job { linear: &next.router, gather: None, out: &mut s.next_scores }]);
+        s.next_ids.resize(rows * routing.used, 0);
+        s.next_weights.resize(rows * routing.used, 0.0);
+        let correction = next.correction.as_deref();
+        self.b.route(routing, &mut s.next_scores, correction, &mut s.next_ids, &mut s.next_weights);
+    }
+
+    /// Computes experts, in rising order, each for its range of the sorted rows.
+    fn wave<'w>(&mut self, wave: impl Iterator<Item = (&'w Dense<B::Matrix>, Range<usize>)> + Clone, x: &mut Acts)
+    where
+        B::Matrix: 'w,
+    {
+        let (b, s, width, dim) = (self.b, &mut *self.s, self.config.ffn_dim, x.cols());
+        let wave = wave.filter(|(_, range)| !range.is_empty());
+        let n: usize = wave.clone().map(|(_, range)| range.len()).sum();
         s.gate.resize(n * width, 0.0);
         s.up.resize(n * width, 0.0);
         s.act.resize(n, width);
-        s.down.resize(n * x.cols(), 0.0);
-        let sorted = Sorted { starts: &s.starts, gather: &s.rows };
-        let gate = Projection { pick: |e| &e.gate, out: &mut s.gate };
-        let up = Projection { pick: |e| &e.up, out: &mut s.up };
-        project(b, experts, x, sorted, [gate, up]);
+        let (rows, mut gate, mut up) = (&s.rows[..], &mut s.gate[..], &mut s.up[..]);
+        let jobs = wave.clone().map(|(expert, range)| {
+            let out = range.len() * width;
+            let gather = Some(&rows[range]);
+            [
+                Job { linear: &expert.gate, gather, out: split(&mut gate, out) },
+                Job { linear: &expert.up, gather, out: split(&mut up, out) },
+            ]
+        });
+        project(b, x, jobs);
         b.glu(self.activation, &s.gate, &s.up, &mut s.act);
-        let sorted = Sorted { starts: &s.starts, gather: &s.identity[..n] };
-        project(b, experts, &mut s.act, sorted, [Projection { pick: |e| &e.down, out: &mut s.down }]);
-        out.resize(x.rows(), x.cols());
-        b.weighted_sum(&s.down, &s.slots, &s.weights, out);
+        let (mut at, mut from, mut down) = (0, 0, &mut s.down[..]);
+        let jobs = wave.map(|(expert, range)| {
+            split(&mut down, (range.start - at) * dim);
+            at = range.end;
+            let gather = Some(&s.identity[from..from + range.len()]);
+            from += range.len();
+            [Job { linear: &expert.down, gather, out: split(&mut down, range.len() * dim) }]
+        });
+        project(b, &mut s.act, jobs);
     }
 
     /// Adds the expert that every row has.
@@ -137,44 +228,25 @@ impl<B: Backend> MoeStep<'_, B> {
     }
 }
 
-/// Rows of an input in the order of experts.
-#[derive(Clone, Copy)]
-struct Sorted<'a> {
-    /// `[n_experts + 1]`
-    starts: &'a [usize],
-    gather: &'a [u32],
+/// Takes the first `n` numbers away.
+fn split<'a>(rest: &mut &'a mut [f32], n: usize) -> &'a mut [f32] {
+    let (first, after) = std::mem::take(rest).split_at_mut(n);
+    *rest = after;
+    first
 }
 
-/// One projection of every expert.
-struct Projection<'a, M> {
-    pick: fn(&Dense<M>) -> &Linear<M>,
-    /// `[gathered rows, weight rows]`
-    out: &'a mut [f32],
-}
-
-fn project<B: Backend, const N: usize>(
-    b: &B,
-    experts: &[Dense<B::Matrix>],
-    x: &mut Acts,
-    sorted: Sorted,
-    projections: [Projection<B::Matrix>; N],
-) {
-    let mut jobs = ArrayVec::<Job<B::Matrix>, MAX_JOBS>::new();
-    for Projection { pick, out } in projections {
-        let width = out.len() / sorted.gather.len();
-        let mut rest = out;
-        for (expert, range) in experts.iter().zip(sorted.starts.windows(2)) {
-            let (out, after) = rest.split_at_mut((range[1] - range[0]) * width);
-            rest = after;
-            if out.is_empty() {
-                continue;
-            }
-            if jobs.is_full() {
-                b.linear(x, &mut jobs);
-                jobs.clear();
-            }
-            jobs.push(Job { linear: pick(expert), gather: Some(&sorted.gather[range[0]..range[1]]), out });
+/// Computes jobs, as many at a time as fit.
+fn project<'a, B: Backend, const N: usize>(b: &B, x: &mut Acts, jobs: impl Iterator<Item = [Job<'a, B::Matrix>; N]>)
+where
+    B::Matrix: 'a,
+{
+    let mut some = ArrayVec::<Job<B::Matrix>, MAX_JOBS>::new();
+    for jobs in jobs {
+        if some.remaining_capacity() < N {
+            b.linear(x, &mut some);
+            some.clear();
         }
+        some.extend(jobs);
     }
-    b.linear(x, &mut jobs);
+    b.linear(x, &mut some);
 }

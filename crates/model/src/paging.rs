@@ -45,6 +45,11 @@ impl Pages {
         }
     }
 
+    /// Bytes of a block.
+    pub fn block_bytes(&self) -> usize {
+        self.block_bytes
+    }
+
     /// Most blocks there may be.
     pub fn limit(&self) -> usize {
         self.limit

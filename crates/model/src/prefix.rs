@@ -88,6 +88,38 @@ impl Chain {
         self.keys.get(block).is_some_and(|key| other.keys.get(block) == Some(key))
     }
 
+    /// The tokens of its rows; `None` where some are none, or turn by other positions.
+    pub fn tokens(&self) -> Option<Vec<u32>> {
+        let token = |row: &RowKey| match row {
+            RowKey::Token(id) => Some(*id),
+            RowKey::Hash(_) => None,
+        };
+        self.rows.iter().map(token).collect()
+    }
+
+    /// The rows as [`Chain::push_bytes`] takes them, one after the other.
+    pub(crate) fn to_bytes(&self) -> Vec<u8> {
+        let mut bytes = Vec::with_capacity(5 * self.rows.len());
+        for row in &self.rows {
+            match row {
+                RowKey::Token(id) => bytes.extend([&[0][..], &id.to_le_bytes()].concat()),
+                RowKey::Hash(hash) => bytes.extend([&[1][..], hash].concat()),
+            }
+        }
+        bytes
+    }
+
+    /// Adds a row: tag 0 and a token's id, or tag 1 and a hash. False where it is neither.
+    pub(crate) fn push_bytes(&mut self, tag: u8, key: &[u8]) -> bool {
+        let row = match (tag, <[u8; 4]>::try_from(key), <[u8; 32]>::try_from(key)) {
+            (0, Ok(id), _) => RowKey::Token(u32::from_le_bytes(id)),
+            (1, _, Ok(hash)) => RowKey::Hash(hash),
+            _ => return false,
+        };
+        self.push(row);
+        true
+    }
+
     /// Keys of the whole blocks.
     pub(crate) fn keys(&self) -> &[BlockKey] {
         &self.keys

@@ -5,7 +5,7 @@ use crate::batch::Batch;
 use crate::kv::KvCache;
 use crate::weights::Norm;
 use puna_kernels::ops::{Activation, RopeTable, Routing};
-use puna_kernels::{Acts, Attention, MatrixSource};
+use puna_kernels::{Acts, Attention, DType, MatrixSource};
 use std::cell::RefCell;
 use std::time::{Duration, Instant};
 
@@ -65,6 +65,12 @@ impl<B: Backend> Backend for Timed<B> {
     }
     fn table(&self, source: MatrixSource) -> B::Matrix {
         self.inner.table(source)
+    }
+    fn owned(&self, dtype: DType, shape: [usize; 2], bytes: Vec<u8>) -> B::Matrix {
+        self.inner.owned(dtype, shape, bytes)
+    }
+    fn disown(&self, matrix: B::Matrix) -> Vec<u8> {
+        self.inner.disown(matrix)
     }
     fn copies(&self, matrix: &B::Matrix) -> bool {
         self.inner.copies(matrix)

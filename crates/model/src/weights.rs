@@ -56,6 +56,16 @@ pub enum Ffn<M> {
     Moe(Box<Moe<M>>),
 }
 
+impl<M> Ffn<M> {
+    /// The mixture, if it is one.
+    pub fn moe(&self) -> Option<&Moe<M>> {
+        match self {
+            Ffn::Moe(moe) => Some(moe),
+            Ffn::Dense(_) => None,
+        }
+    }
+}
+
 /// `down(activation(gate(x)) * up(x))`.
 pub struct Dense<M> {
     /// `[ffn_dim, dim]`.
@@ -72,7 +82,7 @@ pub struct Moe<M> {
     pub router: Linear<M>,
     /// Added to the scores when experts are chosen, `[n_experts]`.
     pub correction: Option<Vec<f32>>,
-    /// The experts.
+    /// The experts; none where they are read from files as they are needed.
     pub experts: Vec<Dense<M>>,
     /// The expert that every token has.
     pub shared: Option<Shared<M>>,

@@ -17,7 +17,7 @@ use crate::sequence::{Sequence, Setting};
 use puna_kernels::{KV_BLOCK, KvType};
 use puna_model::batch::MAX_POSITIONS;
 use puna_model::bind::Progress;
-use puna_model::{Batch, Chain, Config, KvCache, LoadOptions, Model};
+use puna_model::{Batch, Chain, Config, Error as ModelError, ExpertStats, KvCache, LoadOptions, Model};
 use puna_text::Tokenizer;
 use std::path::PathBuf;
 use std::sync::{Arc, OnceLock};
@@ -262,6 +262,11 @@ impl Engine {
         self.batch.rows.len()
     }
 
+    /// What became of the experts that steps wanted; `None` where all are in memory.
+    pub fn expert_stats(&self) -> Option<ExpertStats> {
+        self.model.expert_stats()
+    }
+
     /// Whether all counts of blocks agree: for tests.
     ///
     /// # Errors
@@ -335,7 +340,8 @@ impl Engine {
     /// what came of it.
     ///
     /// # Errors
-    /// When the batch cannot be computed, as when memory ends. An error of one sequence is its [`FinishReason`].
+    /// When the batch cannot be computed, as when memory ends. An error of one sequence is its [`FinishReason`], and so is
+    /// one of a file that the experts of a batch's sequences are read from; others go on.
     pub fn step(&mut self) -> Result<&[Event], Error> {
         self.events.clear();
         let work = self.schedule();
@@ -346,7 +352,14 @@ impl Engine {
         }
         let vocab = self.model.config().vocab_size;
         let start = Instant::now();
-        let logits = self.model.forward(&self.batch, &mut self.kv)?;
+        let logits = match self.model.forward(&self.batch, &mut self.kv) {
+            Ok(logits) => logits,
+            Err(e @ (ModelError::Changed { .. } | ModelError::Io { .. } | ModelError::Experts { .. })) => {
+                self.fail_batch(&e);
+                return Ok(&self.events);
+            }
+            Err(e) => return Err(e.into()),
+        };
         let now = Instant::now();
         let time = self.clock.as_mut().map_or(now - start, |clock| clock(work));
         self.pace.record(work, time);
@@ -398,6 +411,17 @@ impl Engine {
             drafting.wager.record(work, time, right);
         }
         Ok(&self.events)
+    }
+
+    /// Ends the sequences of the batch, which could not be computed.
+    fn fail_batch(&mut self, e: &ModelError) {
+        let spans = &self.batch.spans;
+        for mut failed in self.running.extract_if(.., |s| spans.iter().any(|span| span.seq == s.seq)) {
+            self.kv.remove(failed.seq);
+            let siblings = std::mem::take(&mut failed.siblings);
+            let ended = [failed].into_iter().chain(siblings);
+            self.events.extend(ended.map(|mut s| s.finish(FinishReason::Error(e.clone().into()))));
+        }
     }
 
     /// Works on one request until all its answers end, and on others beside it; `each` gets every event of it and may

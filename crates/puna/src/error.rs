@@ -1,7 +1,7 @@
 //! What can go wrong between a model file and its text.
 
 use crate::sampler::SampleError;
-use puna_model::error::shown;
+use puna_model::error::{escape, shown};
 use puna_text::TextError;
 use std::path::{Path, PathBuf};
 
@@ -144,6 +144,15 @@ pub enum Error {
     Constraint {
         /// Why.
         problem: String,
+    },
+    /// A name that no file can safely have.
+    #[error(
+        "\"{}\" is no name of a saved state: expected 1 to 64 letters, digits, '-', '_' or '.', the first no '.'",
+        escape(name)
+    )]
+    StateName {
+        /// The name.
+        name: String,
     },
     /// A message of a chat that is no message.
     #[error("message {index}: {what}")]

@@ -31,6 +31,7 @@ pub mod request;
 pub mod sampler;
 mod scheduler;
 mod sequence;
+pub mod states;
 
 pub use chat::{Chat, ChatEnd, Conversation};
 pub use convert::{Conversion, ConvertOptions};
@@ -42,6 +43,7 @@ pub use files::ModelFiles;
 pub use grammar::{Grammar, Grammars, ToolChoice, ToolGrammar};
 pub use pooling::{Declared, Pooling};
 pub use request::{Event, Finish, FinishReason, Logprobs, Request, RequestId, Stats};
+pub use states::StateFolder;
 
 pub use puna_kernels::{Isa, KvType, Pool};
-pub use puna_model::{BackendKind, LoadOptions, Prompt, Row};
+pub use puna_model::{BackendKind, ExpertStats, LoadOptions, Prompt, Row, State};

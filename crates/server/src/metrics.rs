@@ -3,8 +3,13 @@
 
 use puna::draft::{DraftStats, MAX_DRAFT};
 use std::fmt::Write;
+use std::sync::LazyLock;
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
+
+/// Since when there have been no adapters, in seconds since 1970.
+static START: LazyLock<f64> =
+    LazyLock::new(|| SystemTime::now().duration_since(UNIX_EPOCH).map_or(0.0, |time| time.as_secs_f64()));
 
 /// A number that only grows.
 #[derive(Debug, Default)]
@@ -329,8 +334,7 @@ pub(crate) fn render(http: &HttpMetrics, models: &[(&str, &ModelMetrics)]) -> St
     }
     let name = "vllm:lora_requests_info";
     head(&mut out, name, "gauge", "Adapters, of which there are none");
-    let now = SystemTime::now().duration_since(UNIX_EPOCH).map_or(0.0, |time| time.as_secs_f64());
-    line(&mut out, name, "max_lora=\"0\",running_lora_adapters=\"\",waiting_lora_adapters=\"\"", now);
+    line(&mut out, name, "max_lora=\"0\",running_lora_adapters=\"\",waiting_lora_adapters=\"\"", *START);
     let name = "puna_http_responses_total";
     head(&mut out, name, "counter", "Responses, by status");
     for (i, counter) in http.responses.iter().enumerate() {

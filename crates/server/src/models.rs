@@ -242,7 +242,11 @@ fn load(model: &Model, path: &Path, options: &Options) -> Result<Engine, puna::E
     let (limit, kv) = (engine.status().kv_limit, options.engine.kv);
     let block = engine.model_mut().kv_cache(kv).block_bytes();
     model.metrics.blocks.set((limit / block.max(1)) as f64);
-    let card = Card { max_tokens: options.limits.max_tokens, ..Card::new(&model.id, &engine, &options.engine) };
+    let mut card = Card::new(&model.id, &engine, &options.engine);
+    card.max_tokens = options.limits.max_tokens;
+    if let Some(template) = &options.template {
+        card.chat = card.chat.with_template(template.clone());
+    }
     let (ctx, seconds) = (card.ctx, start.elapsed().as_secs_f64());
     tracing::info!(model = model.id, path = %path.display(), ctx, kv_bytes = limit, seconds, "loaded");
     // It is set here and nowhere else.

@@ -15,6 +15,8 @@ pub struct Options {
     pub aliases: Vec<(String, String)>,
     /// How models are loaded and run; the same for all.
     pub engine: EngineOptions,
+    /// A chat template in place of the models' own.
+    pub template: Option<String>,
     /// The address to listen on.
     pub host: IpAddr,
     /// The port; 0 takes a free one.
@@ -34,6 +36,7 @@ impl Options {
             models,
             aliases: Vec::new(),
             engine: EngineOptions::default(),
+            template: None,
             host: Ipv4Addr::LOCALHOST.into(),
             port: 8080,
             keys: Keys::default(),

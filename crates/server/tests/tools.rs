@@ -148,3 +148,42 @@ fn what_cannot_be_enforced_is_refused_by_name() {
         assert_eq!(reply.error()["param"], param, "{fields}: {}", reply.text());
     }
 }
+
+/// A template of models that reason: it opens the reasoning, unless told not to.
+const REASONS: &str = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}\
+                       <|im_start|>assistant\n{% if enable_thinking is not defined or enable_thinking %}<think>\n{% endif %}\
+                       {# <tool_call> </think> #}";
+
+#[test]
+fn reasoning_has_a_field_of_its_own() {
+    let mut options = support::options(512);
+    options.template = Some(REASONS.to_owned());
+    let server = Running::start(options);
+    let id = server.post("/tokenize", &json!({ "prompt": "A" })).json()["tokens"][0].to_string();
+    let fields = json!({ "logit_bias": { id: 100 }, "max_tokens": 5 });
+    let body = server.chat(fields.clone());
+    let message = &body["choices"][0]["message"];
+    assert_eq!((&message["reasoning_content"], &message["content"]), (&json!("AAAAA"), &json!("")));
+    assert_eq!(body["usage"]["completion_tokens_details"]["reasoning_tokens"], 5);
+    let chunks = server.post(PATH, &chat(with(fields.clone(), json!({ "stream": true })))).events();
+    let deltas: Vec<&Value> = chunks.iter().map(|chunk| &chunk["choices"][0]["delta"]).collect();
+    assert_eq!(*deltas[0], json!({ "role": "assistant", "reasoning_content": "A" }));
+    assert!(deltas[1..5].iter().all(|delta| **delta == json!({ "reasoning_content": "A" })));
+    // A template is told not to, in either way.
+    for off in [json!({ "reasoning_effort": "none" }), json!({ "chat_template_kwargs": { "enable_thinking": false } })]
+    {
+        let message = server.chat(with(fields.clone(), off))["choices"][0]["message"].clone();
+        assert_eq!((&message["content"], message.get("reasoning_content")), (&json!("AAAAA"), None));
+    }
+    // JSON comes after the reasoning.
+    let format = json!({ "type": "json_schema", "json_schema": { "name": "x", "schema": { "enum": [1, 2] } } });
+    let close =
+        json!({ "response_format": format, "temperature": 1, "seed": 1, "max_tokens": 400, "ignore_eos": false });
+    let body = server.chat(close);
+    let message = &body["choices"][0]["message"];
+    if body["choices"][0]["finish_reason"] == "stop" {
+        assert!(["1", "2"].contains(&message["content"].as_str().unwrap().trim()), "{message}");
+    } else {
+        assert!(message["reasoning_content"].is_string(), "{message}");
+    }
+}

@@ -147,14 +147,14 @@ impl Stored {
         self.bytes.len() / width / self.cols
     }
 
-    /// Makes the elements `cols` of row `row`.
-    fn make(&self, row: usize, cols: Range<usize>, out: &mut [u8]) {
+    /// Makes the elements `cols` of row `row` of the matrix that is stored as `bytes`.
+    fn elements(&self, bytes: &[u8], row: usize, cols: Range<usize>, out: &mut [u8]) {
         let (start, end) = (row * self.cols + cols.start, row * self.cols + cols.end);
         match &self.elements {
-            Elements::Plain(width) => out.copy_from_slice(&self.bytes[start * width..end * width]),
+            Elements::Plain(width) => out.copy_from_slice(&bytes[start * width..end * width]),
             Elements::Fp8(Scales { values, block: [block_rows, block_cols] }) => {
                 let scales = &values[row / block_rows * self.cols.div_ceil(*block_cols)..];
-                let (mut col, mut bytes, mut out) = (cols.start, &self.bytes[start..end], out);
+                let (mut col, mut bytes, mut out) = (cols.start, &bytes[start..end], out);
                 while !bytes.is_empty() {
                     let block = col / block_cols;
                     let n = bytes.len().min((block + 1) * block_cols - col);
@@ -171,13 +171,18 @@ impl Stored {
 }
 
 impl MakeRows for Stored {
-    fn rows(&self, range: Range<usize>) -> Bytes {
-        let row_bytes = self.cols * self.width();
-        let mut out = vec![0; range.len() * row_bytes];
-        for (row, out) in range.zip(out.chunks_exact_mut(row_bytes)) {
-            self.make(row, 0..self.cols, out);
+    fn row_bytes(&self) -> usize {
+        self.cols * self.width()
+    }
+
+    fn stored(&self) -> &[u8] {
+        &self.bytes
+    }
+
+    fn make(&self, stored: &[u8], range: Range<usize>, out: &mut [u8]) {
+        for (row, out) in range.zip(out.chunks_exact_mut(self.row_bytes())) {
+            self.elements(stored, row, 0..self.cols, out);
         }
-        out.into()
     }
 }
 
@@ -185,17 +190,24 @@ impl MakeRows for Stored {
 pub struct Transposed(pub Stored);
 
 impl MakeRows for Transposed {
-    fn rows(&self, range: Range<usize>) -> Bytes {
+    fn row_bytes(&self) -> usize {
+        self.0.n_rows() * self.0.width()
+    }
+
+    fn stored(&self) -> &[u8] {
+        &self.0.bytes
+    }
+
+    fn make(&self, stored: &[u8], range: Range<usize>, out: &mut [u8]) {
         let (n, width, len) = (self.0.n_rows(), self.0.width(), range.len());
         if len == 0 {
-            return Bytes::new();
+            return;
         }
-        let mut out = vec![0; len * n * width];
         // A few stored rows at a time, so that what is written lies close together.
         let mut some = vec![0; 16 * len * width];
         for first in (0..n).step_by(16) {
             let rows = some.chunks_exact_mut(len * width).zip(first..n);
-            let count = rows.map(|(made, row)| self.0.make(row, range.clone(), made)).count();
+            let count = rows.map(|(made, row)| self.0.elements(stored, row, range.clone(), made)).count();
             for (i, out) in out.chunks_exact_mut(n * width).enumerate() {
                 for k in 0..count {
                     let element = &some[(k * len + i) * width..][..width];
@@ -203,7 +215,6 @@ impl MakeRows for Transposed {
                 }
             }
         }
-        out.into()
     }
 }
 
@@ -286,7 +297,7 @@ mod tests {
             for range in [0..cols, 3..4, 11..23, 5..5] {
                 let places = range.clone().flat_map(|c| (0..rows).map(move |r| (r, c)));
                 let expected: Vec<u8> = places.flat_map(|(r, c)| element(&stored.0, r, c)).collect();
-                assert_eq!(stored.rows(range), expected);
+                assert_eq!(MakeRows::rows(&stored, range), expected);
             }
         }
     }

@@ -94,7 +94,25 @@ impl Made {
     #[track_caller]
     pub fn logits(&self, tokens: &[u32]) -> Vec<f32> {
         let mut model = load(self.dir.path()).unwrap_or_else(|e| panic!("{e}"));
-        logits(&mut model, tokens)
+        let logits = logits(&mut model, tokens);
+        if model.config().moe.is_some() {
+            assert_same(&self.streamed(tokens), &logits, "with two experts in memory");
+        }
+        logits
+    }
+
+    /// The same where a mixture has as little memory for its experts as there can be.
+    fn streamed(&self, tokens: &[u32]) -> Vec<f32> {
+        let load = |bytes| {
+            let options = LoadOptions { threads: 1, expert_memory: Some(bytes), ..LoadOptions::default() };
+            Model::load(&self.folder(), &options, &mut |_, _| {})
+        };
+        let Err(Error::ExpertMemory { needed, .. }) = load(1) else { panic!("one byte holds no experts") };
+        let mut model = load(needed).unwrap_or_else(|e| panic!("{e}"));
+        let logits = logits(&mut model, tokens);
+        let stats = model.expert_stats().unwrap();
+        assert!(stats.slots == 2 && stats.evictions > 0, "{stats:?}");
+        logits
     }
 }
 
