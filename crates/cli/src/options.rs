@@ -3,9 +3,9 @@
 use crate::error::Error;
 use crate::tokenize::read_text;
 use clap::Args;
+use puna::draft::MAX_DRAFT;
 use puna::sampler::{LogitBias, PartialSampling};
 use puna::{DraftBy, DraftOptions, Engine, EngineOptions, Grammar, Isa, KvType, LoadOptions, Pool};
-use puna::draft::MAX_DRAFT;
 use puna_kernels::DType;
 use puna_kernels::dtype::FORMATS;
 use std::collections::BTreeMap;

@@ -418,6 +418,7 @@ impl Engine {
         let spans = &self.batch.spans;
         for mut failed in self.running.extract_if(.., |s| spans.iter().any(|span| span.seq == s.seq)) {
             self.kv.remove(failed.seq);
+            self.drafting.iter_mut().for_each(|drafting| drafting.end(failed.answer_id()));
             let siblings = std::mem::take(&mut failed.siblings);
             let ended = [failed].into_iter().chain(siblings);
             self.events.extend(ended.map(|mut s| s.finish(FinishReason::Error(e.clone().into()))));

@@ -148,7 +148,8 @@ fn any_request(engine: &Engine, i: usize) -> Request {
 /// Little memory, many at once: they make room for each other, and drafts change nothing.
 #[test]
 fn among_others() {
-    for (name, kv) in NAMES.iter().zip([KvType::F16, KvType::F32, KvType::Q8_0, KvType::F16, KvType::F32, KvType::F16]) {
+    for (name, kv) in NAMES.iter().zip([KvType::F16, KvType::F32, KvType::Q8_0, KvType::F16, KvType::F32, KvType::F16])
+    {
         let mut small = EngineOptions { kv_bytes: Some(0), kv, ..options(2, 32) };
         let Err(Error::KvBytes { block, .. }) = open(name, &small) else { panic!("a cache of no bytes") };
         small.kv_bytes = Some(8 * block);
@@ -204,7 +205,8 @@ fn the_cache_holds_what_was_said() {
                 drafts.check().unwrap();
             }
             let history: Vec<u32> = r.prompt.tokens().chain(said.tokens.iter().copied()).collect();
-            let wrong: Vec<u32> = history.iter().enumerate().map(|(at, id)| if at < 40 { *id } else { (id + 1) % 40 }).collect();
+            let wrong: Vec<u32> =
+                history.iter().enumerate().map(|(at, id)| if at < 40 { *id } else { (id + 1) % 40 }).collect();
             for next in [[&history[..], &small(5, 3)].concat(), wrong] {
                 let next = Request { logprobs: Some(2), ..request(next, &greedy(), 9) };
                 let (expected, cold) = answer(&mut plain, next.clone());
@@ -243,7 +245,8 @@ fn ends_are_where_they_are_without() {
             let grammar = (i % 4 == 3).then(|| engine.grammars().unwrap().json_schema(&schema).unwrap());
             Request { grammar, logprobs: Some(1), ..r.clone() }
         };
-        let (expected, without) = answer(&mut plain, of(&plain));
+        let alone = of(&plain);
+        let (expected, without) = answer(&mut plain, alone);
         let id = drafts.add(of(&drafts)).unwrap();
         // It knows more than is said.
         let known = if i % 4 == 3 { [&expected.tokens[..], &[5, 6, 7]].concat() } else { long.tokens.clone() };
@@ -296,7 +299,8 @@ fn samples_are_distributed_as_without() {
         ..PartialSampling::default()
     };
     let chances = |engine: &mut Engine, tokens: Vec<u32>| {
-        let r = Request { logprobs: Some(VOCAB), ..request(tokens, &PartialSampling { seed: Some(1), ..all.clone() }, 1) };
+        let r =
+            Request { logprobs: Some(VOCAB), ..request(tokens, &PartialSampling { seed: Some(1), ..all.clone() }, 1) };
         let mut chances = [0.0; VOCAB];
         answer(engine, r).0.logprobs[0].top.iter().for_each(|top| chances[top.id as usize] = top.logprob.exp());
         chances
@@ -314,11 +318,12 @@ fn samples_are_distributed_as_without() {
         let wishes = PartialSampling { seed: Some(seed as u64), ..all.clone() };
         let mut pairs = vec![Vec::new(); n];
         let r = Request { n, ..request(start.clone(), &wishes, 3) };
-        engine.generate(r, |event| {
-            pairs[event.sample].extend(event.token);
-            true
-        })
-        .unwrap();
+        engine
+            .generate(r, |event| {
+                pairs[event.sample].extend(event.token);
+                true
+            })
+            .unwrap();
         pairs.iter().for_each(|pair| counts[pair[0] as usize][pair[1] as usize] += 1.0);
         seed += n;
     }
@@ -428,8 +433,7 @@ fn another_model_drafts() {
 /// As many tokens are not the same tokens.
 #[test]
 fn another_vocabulary_is_refused() {
-    for (name, there, here) in
-        [("llama-gqa", "<|endoftext|>", "<unk>"), ("llama3-rope-tied", "<unk>", "<|endoftext|>")]
+    for (name, there, here) in [("llama-gqa", "<|endoftext|>", "<unk>"), ("llama3-rope-tied", "<unk>", "<|endoftext|>")]
     {
         let other = if name == "llama-gqa" { "llama3-rope-tied" } else { "llama-gqa" };
         let error = Engine::load(model(name), &with_model(&model(other), 4, true), &mut |_, _| {}).err().unwrap();

@@ -55,7 +55,7 @@ impl DraftModel {
             (Some(_), None) => return Err(differs("it has a tokenizer, and the model has none".into())),
             (None, Some(_)) => return Err(differs("it has no tokenizer, and the model has one".into())),
         }
-        let load = crate::LoadOptions { head: true, ..options.load };
+        let load = crate::LoadOptions { head: true, expert_memory: None, ..options.load };
         let model = Model::load(files.checkpoint(), &load, &mut |_, _| {})?;
         let (rows, expected) = (model.config().vocab_size, engine.config().vocab_size);
         // Files pad vocabularies to different sizes; without a tokenizer nothing tells what is padding.
@@ -149,12 +149,13 @@ impl DraftModel {
         if self.batch.rows.is_empty() {
             return runs.clear();
         }
+        let vocab = self.model.config().vocab_size;
         let Ok(logits) = self.model.forward(&self.batch, &mut self.kv) else {
             // There is no memory: what is in the batch did not get into the cache.
             let answers: Vec<AnswerId> = runs.drain(..).map(|run| run.want.text.answer_id).collect();
             return answers.into_iter().for_each(|answer| self.forget(answer));
         };
-        let mut logits = logits.chunks_exact(self.model.config().vocab_size);
+        let mut logits = logits.chunks_exact(vocab);
         let mut i = 0;
         runs.retain_mut(|run| {
             i += 1;

@@ -189,9 +189,11 @@ impl Wager {
         if work.draft_rows > 0 {
             self.drafted += 1;
             let rows = work.draft_rows as f64;
-            // No row takes more than a step without drafts: what seems to is a slow step.
-            let more = (time - plain).clamp(0.0, rows * plain);
+            let more = (time - plain).max(0.0);
+            // A step that takes far more than others did is a slow one, whatever it computed.
+            let most = self.row(work.draft_rows).map_or(rows * plain, |row| (2.0 * row * rows).max(plain));
             self.rows[class(work.draft_rows)].push(more / rows);
+            let more = more.min(most);
             change += accepted as f64 * plain / work.generating as f64 - more;
         }
         let balance = self.balance.unwrap_or(CREDIT * plain) + change;
