@@ -3,8 +3,9 @@
 use crate::error::Error;
 use crate::tokenize::read_text;
 use clap::Args;
+use puna::draft::MAX_DRAFT;
 use puna::sampler::{LogitBias, PartialSampling};
-use puna::{Engine, EngineOptions, Grammar, Isa, KvType, LoadOptions, Pool};
+use puna::{DraftBy, DraftOptions, Engine, EngineOptions, Grammar, Isa, KvType, LoadOptions, Pool};
 use puna_kernels::DType;
 use puna_kernels::dtype::FORMATS;
 use std::collections::BTreeMap;
@@ -96,6 +97,30 @@ impl RunOptions {
             ctx: self.ctx.map(|n| n as usize),
             ..EngineOptions::default()
         }
+    }
+}
+
+/// Whether guesses are verified together. Changes how fast answers come, and nothing else.
+#[derive(Args, Clone, Debug, Default)]
+pub struct DraftArgs {
+    /// Guess the next tokens and verify them together: ngram guesses that the text says again what it said before, a model
+    /// of the same vocabulary says what it would say. Answers stay the same
+    #[arg(long, value_name = "ngram|MODEL")]
+    draft: Option<PathBuf>,
+    /// Most tokens that are guessed at a time; fewer where they are often wrong [default: 16]
+    #[arg(long, value_name = "N", requires = "draft", value_parser = clap::value_parser!(u8).range(1..=MAX_DRAFT as i64))]
+    draft_max: Option<u8>,
+}
+
+impl DraftArgs {
+    /// The same for the engine.
+    pub fn engine(&self) -> Option<DraftOptions> {
+        let by = match self.draft.as_ref()? {
+            name if name.as_os_str() == "ngram" => DraftBy::Lookup,
+            path => DraftBy::Model(path.clone()),
+        };
+        let options = DraftOptions::new(by);
+        Some(DraftOptions { max: self.draft_max.map_or(options.max, usize::from), ..options })
     }
 }
 

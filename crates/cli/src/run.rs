@@ -3,7 +3,7 @@
 use crate::chat;
 use crate::error::Error;
 use crate::inside::{CaptureArgs, Residuals, SteeringArgs, check_folder, print_experts, print_timings, write_trace};
-use crate::options::{GrammarOptions, RunOptions, SamplingOptions, print_notices};
+use crate::options::{DraftArgs, GrammarOptions, RunOptions, SamplingOptions, print_notices};
 use crate::progress::{Progress, Unit};
 use crate::tokenize::read_text;
 use clap::Args;
@@ -68,6 +68,8 @@ pub struct RunArgs {
     steering: SteeringArgs,
     #[command(flatten)]
     grammar: GrammarOptions,
+    #[command(flatten)]
+    draft: DraftArgs,
     #[command(flatten)]
     pub options: RunOptions,
     #[command(flatten)]
@@ -140,7 +142,8 @@ impl<'a> Session<'a> {
         let files = ModelFiles::open(&args.model)?;
         print_notices(files.notices());
         let mut progress = Progress::new("loading", Unit::Bytes);
-        let options = args.options.engine();
+        let mut options = args.options.engine();
+        options.draft = args.draft.engine();
         let mut engine = Engine::from_files(files, &options, &mut |done, total| progress.update(done, total))?;
         progress.finish();
         print_notices(engine.notices());
@@ -314,6 +317,8 @@ impl<'a> Session<'a> {
                 "generated_tokens": s.generated_tokens,
                 "generate_s": s.generate_time.as_secs_f64(),
                 "generated_per_second": s.generate_rate(),
+                "drafted_tokens": s.drafted_tokens,
+                "accepted_tokens": s.accepted_tokens,
             },
         });
         if let Some(timings) = &finish.timings {
@@ -344,9 +349,14 @@ fn experts(e: &ExpertStats) -> String {
 
 fn summary(finish: &Finish) -> String {
     let s = &finish.stats;
+    let drafted = if s.drafted_tokens > 0 {
+        format!(", {} of {} guesses right", s.accepted_tokens, s.drafted_tokens)
+    } else {
+        String::new()
+    };
     let cached = if s.cached_tokens > 0 { format!(" ({} kept)", s.cached_tokens) } else { String::new() };
     format!(
-        "[prompt: {} tokens{cached}, {:.0} tokens/s; answer: {} tokens, {:.1} tokens/s; {}; seed {}]",
+        "[prompt: {} tokens{cached}, {:.0} tokens/s; answer: {} tokens, {:.1} tokens/s{drafted}; {}; seed {}]",
         s.prompt_tokens,
         s.prompt_rate(),
         s.generated_tokens,

@@ -1,7 +1,7 @@
 //! `puna serve`: models behind OpenAI's interface.
 
 use crate::error::Error;
-use crate::options::RunOptions;
+use crate::options::{DraftArgs, RunOptions};
 use crate::tokenize::read_text;
 use clap::{Args, ValueEnum};
 use puna_server::{Keys, Limits, Options};
@@ -43,6 +43,8 @@ pub struct ServeArgs {
     /// What to write of it: error, warn, info, debug or off
     #[arg(long, value_name = "LEVEL", default_value = "info")]
     log_level: tracing::level_filters::LevelFilter,
+    #[command(flatten)]
+    draft: DraftArgs,
     #[command(flatten)]
     options: RunOptions,
 }
@@ -128,6 +130,7 @@ impl ServeArgs {
         }
         let limits = &self.limits;
         let mut engine = self.options.engine();
+        engine.draft = self.draft.engine();
         engine.max_running = limits.max_running as usize;
         engine.kv_bytes = limits.kv_memory.map(|mib| (mib as usize) << 20).or(engine.kv_bytes);
         Ok(Options {

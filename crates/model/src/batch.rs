@@ -29,6 +29,9 @@ pub struct Span {
     /// How long the sequence is known to become: the whole prompt while a part of it is computed. Where rotation
     /// depends on a sequence's length (longrope), this decides, and so chunks change nothing.
     pub total: usize,
+    /// How many of the rows, the last ones, are a draft: they are computed, and enter the cache only as far as
+    /// [`KvCache::accept`](crate::KvCache::accept) says.
+    pub draft: usize,
 }
 
 /// Which rows of a push get logits.
@@ -172,7 +175,7 @@ impl Batch {
     pub fn push(&mut self, seq: SeqId, start: usize, tokens: &[u32], outputs: Outputs) {
         let first = self.rows.len();
         self.rows.extend(tokens.iter().map(|&t| Row::Token(t)));
-        self.close(Span { seq, start, rows: tokens.len(), total: start + tokens.len() }, first, outputs);
+        self.close(Span { seq, start, rows: tokens.len(), total: start + tokens.len(), draft: 0 }, first, outputs);
         self.fill_positions();
     }
 
@@ -199,7 +202,7 @@ impl Batch {
             self.fill_positions_to(first);
             self.positions.extend_from_slice(&prompt.positions[range.clone()]);
         }
-        self.close(Span { seq, start: range.start, rows: range.len(), total: prompt.len() }, first, outputs);
+        self.close(Span { seq, start: range.start, rows: range.len(), total: prompt.len(), draft: 0 }, first, outputs);
         self.fill_positions();
     }
 
@@ -249,6 +252,16 @@ impl Batch {
             let batch_row = move |row: usize| if all { row } else { self.outputs[row] as usize };
             (span, left.map(move |row| (row, begin + batch_row(row) - start)))
         })
+    }
+
+    /// Lets the last span go on by tokens that may not come, each with logits; they turn as those of [`Batch::extend`]. A
+    /// sequence's rotation (longrope) must not depend on whether they come.
+    pub fn draft(&mut self, tokens: &[u32], delta: i64) {
+        let first = self.rows.len() as u32;
+        self.extend(tokens, delta);
+        let Some(span) = self.spans.last_mut() else { return };
+        span.draft += tokens.len();
+        self.outputs.extend(first..self.rows.len() as u32);
     }
 
     /// Ends a push whose rows begin at `first`.

@@ -5,7 +5,7 @@
 //! before them are ([`Chain`]), as long as nobody else needed its memory, and [`KvCache::adopt`] takes what is there in
 //! place of computing it. A block that several hold is copied by the first of them that writes into it.
 
-use crate::batch::Batch;
+use crate::batch::{Batch, Span};
 use crate::config::Config;
 use crate::error::Error;
 use crate::paging::Pages;
@@ -14,6 +14,7 @@ use crate::rope::Rope;
 use crate::steering::Steering;
 use puna_kernels::{AttnScratch, KV_BLOCK, KvBlocks, KvLayer, KvLayout, KvPlan, KvType, KvView};
 use std::collections::VecDeque;
+use std::ops::Range;
 
 /// A sequence in a [`KvCache`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -478,36 +479,58 @@ impl KvCache {
         Ok(())
     }
 
-    /// The batch's rows are in the cache: sequences grow, whole blocks can be found, and what no later position sees is
-    /// given back.
+    /// The batch's rows are in the cache: sequences grow by all that are no drafts.
     pub(crate) fn commit(&mut self, batch: &Batch) {
         let mut row = 0;
         for (i, span) in batch.spans.iter().enumerate() {
-            let s = self.seqs[span.seq.index as usize].seq.as_mut().expect("spans were checked");
-            s.total = span.total.max(s.len + span.rows);
-            if let Some(chain) = &mut s.chain {
-                if s.len == 0 {
-                    *chain = Chain::new(self.rope.is_long(s.total));
-                    chain.set_steering(batch.steering_of(i));
-                }
-                let from = s.len / KV_BLOCK;
-                chain.extend_from(batch, row..row + span.rows, self.dim);
-                for (group, table) in self.groups.iter_mut().zip(&mut s.tables) {
-                    for (i, key) in chain.keys().iter().enumerate().skip(from) {
-                        let block = &mut table.blocks[i - table.first];
-                        *block = group.pages.name(*block, *key);
-                    }
+            self.enter(batch, i, row..row + span.rows - span.draft);
+            row += span.rows;
+        }
+    }
+
+    /// Takes the first `n` rows of a span's draft, from the batch that was computed last: they stand in the cache as if
+    /// they had been computed one by one. The others leave nothing behind.
+    pub fn accept(&mut self, batch: &Batch, span: usize, n: usize) {
+        let Some(&Span { seq, rows, draft, .. }) = batch.spans.get(span) else { return };
+        if self.len(seq).is_none() {
+            return;
+        }
+        let before: usize = batch.spans[..span].iter().map(|s| s.rows).sum();
+        let first = before + rows - draft;
+        self.enter(batch, span, first..first + n.min(draft));
+        let Some(s) = &mut self.seqs[seq.index as usize].seq else { return };
+        for (group, table) in self.groups.iter_mut().zip(&mut s.tables) {
+            table.shrink(&mut group.pages, s.len);
+        }
+    }
+
+    /// A span's sequence grows by `rows` of the batch: whole blocks can be found, and what no later position sees is given
+    /// back.
+    fn enter(&mut self, batch: &Batch, span: usize, rows: Range<usize>) {
+        let Span { seq, total, .. } = batch.spans[span];
+        let s = self.seqs[seq.index as usize].seq.as_mut().expect("spans were checked");
+        s.total = total.max(s.len + rows.len());
+        if let Some(chain) = &mut s.chain {
+            if s.len == 0 {
+                *chain = Chain::new(self.rope.is_long(s.total));
+                chain.set_steering(batch.steering_of(span));
+            }
+            let from = s.len / KV_BLOCK;
+            chain.extend_from(batch, rows.clone(), self.dim);
+            for (group, table) in self.groups.iter_mut().zip(&mut s.tables) {
+                for (i, key) in chain.keys().iter().enumerate().skip(from) {
+                    let block = &mut table.blocks[i - table.first];
+                    *block = group.pages.name(*block, *key);
                 }
             }
-            row += span.rows;
-            s.len += span.rows;
-            for (group, table) in self.groups.iter_mut().zip(&mut s.tables) {
-                let keep = group.first_block(s.len);
-                while table.first < keep {
-                    let Some(block) = table.blocks.pop_front() else { break };
-                    group.pages.release(block);
-                    table.first += 1;
-                }
+        }
+        s.len += rows.len();
+        for (group, table) in self.groups.iter_mut().zip(&mut s.tables) {
+            let keep = group.first_block(s.len);
+            while table.first < keep {
+                let Some(block) = table.blocks.pop_front() else { break };
+                group.pages.release(block);
+                table.first += 1;
             }
         }
     }

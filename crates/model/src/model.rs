@@ -296,7 +296,8 @@ impl Model {
     }
 
     /// Computes a batch: its positions enter the cache, and the rows that want them get logits,
-    /// `[outputs, vocab_size]`. The logits of a row depend on the model and its own sequence alone.
+    /// `[outputs, vocab_size]`. The logits of a row depend on the model and its own sequence alone. Rows that are a draft
+    /// ([`Batch::draft`]) enter the cache when they are accepted.
     ///
     /// # Errors
     /// [`Error::Batch`] when the batch does not fit the model or the cache, which are then as before;
@@ -414,6 +415,9 @@ impl Model {
             if span.start != len {
                 let start = span.start;
                 return error(format!("span {i} starts at position {start}, but its sequence holds {len} positions"));
+            }
+            if span.draft > span.rows {
+                return error(format!("span {i} has {} rows, but a draft of {}", span.rows, span.draft));
             }
             if span.rows == 0 || batch.spans[..i].iter().any(|s| s.seq == span.seq) {
                 return error(format!("span {i} is empty, or a second one of its sequence"));

@@ -115,7 +115,7 @@ fn spans() {
     s.refused(|b| b.push(new, 1, &[1], Outputs::All), &["span 1", "position 1", "holds 0"]);
     s.refused(|b| b.push(running, 8, &[1], Outputs::All), &["span 1", "position 8", "holds 5"]);
     s.refused(|b| b.push(running, 5, &[1], Outputs::All), &["span 1", "second one of its sequence"]);
-    s.refused(|b| b.spans.push(Span { seq: new, start: 0, rows: 1, total: 1 }), &["4 rows", "3"]);
+    s.refused(|b| b.spans.push(Span { seq: new, start: 0, rows: 1, total: 1, draft: 0 }), &["4 rows", "3"]);
 }
 
 #[test]

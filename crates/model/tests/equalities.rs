@@ -102,7 +102,7 @@ impl Case<'_> {
             batch.spans.clear();
             batch.outputs.clear();
             let rows = chunk.len();
-            let span = Span { seq: bad, start: run.len(bad), rows, total: run.total };
+            let span = Span { seq: bad, start: run.len(bad), rows, total: run.total, draft: 0 };
             for own in [i % 2 == 0, i % 2 != 0] {
                 if own {
                     run.push(batch, seq, chunk, Outputs::All);

@@ -4,6 +4,7 @@
 //! step computes what it can of what is missing (`scheduler.rs`). What a sequence says depends on its own request alone.
 
 use crate::chat::Chat;
+use crate::draft::{DraftOptions, DraftStats, Drafting};
 use crate::error::Error;
 use crate::files::ModelFiles;
 use crate::grammar::Grammars;
@@ -24,7 +25,7 @@ use std::sync::{Arc, OnceLock};
 use std::time::Instant;
 
 /// How an engine is set up. Only `kv` changes what it says.
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Debug)]
 pub struct EngineOptions {
     /// How the model is loaded and run.
     pub load: LoadOptions,
@@ -40,6 +41,8 @@ pub struct EngineOptions {
     pub chunk: usize,
     /// Most requests that run at once; others wait.
     pub max_running: usize,
+    /// Guesses that are verified together; `None`: one token after the other.
+    pub draft: Option<DraftOptions>,
 }
 
 /// The context where nobody asks for one: memory grows with use, but a runaway answer should end.
@@ -54,6 +57,7 @@ impl Default for EngineOptions {
             ctx: None,
             chunk: 512,
             max_running: 128,
+            draft: None,
         }
     }
 }
@@ -71,6 +75,8 @@ pub struct Status {
     pub kv_cached: usize,
     /// Most bytes of both.
     pub kv_limit: usize,
+    /// Drafts so far.
+    pub drafts: DraftStats,
 }
 
 /// A loaded model and the sequences it works on.
@@ -99,6 +105,7 @@ pub struct Engine {
     pub(crate) plan: Plan,
     /// What a step took, where that is not measured.
     pub(crate) clock: Option<Clock>,
+    pub(crate) drafting: Option<Drafting>,
     scratch: Scratch,
     events: Vec<Event>,
     pub(crate) watch: Watch,
@@ -120,7 +127,7 @@ impl Engine {
     /// Loads a model whose files are open.
     ///
     /// # Errors
-    /// As [`Model::load`]; [`Error::KvBytes`].
+    /// As [`Model::load`]; [`Error::KvBytes`]; as [`DraftModel::load`](crate::draft::DraftModel::load).
     pub fn from_files(files: ModelFiles, options: &EngineOptions, progress: &mut Progress) -> Result<Engine, Error> {
         let (path, declared) = (files.path(), files.embedding());
         let (source, tokenizer, template, sampling) = files.into_parts();
@@ -133,7 +140,7 @@ impl Engine {
         if kv.capacity() < wish {
             notices.push(format!("sequences have at most {ctx} positions of {wish}: the KV cache holds no more"));
         }
-        Ok(Engine {
+        let mut engine = Engine {
             watch: Watch::new(model.config()),
             kv,
             notices,
@@ -155,9 +162,12 @@ impl Engine {
             pace: Pace::default(),
             plan: Plan::default(),
             clock: None,
+            drafting: None,
             scratch: Scratch::default(),
             events: Vec::new(),
-        })
+        };
+        engine.load_drafter(options)?;
+        Ok(engine)
     }
 
     /// What the options ask for and the model does not get, a sentence each.
@@ -241,6 +251,7 @@ impl Engine {
             kv_held: self.kv.bytes_held(),
             kv_cached: self.kv.bytes_cached(),
             kv_limit: self.kv.limit(),
+            drafts: self.drafting.as_ref().map(|drafting| drafting.stats).unwrap_or_default(),
         }
     }
 
@@ -323,6 +334,7 @@ impl Engine {
                 self.kv.remove(sequence.seq);
                 let mut sequence = sequence;
                 let siblings = std::mem::take(&mut sequence.siblings);
+                self.drafting.iter_mut().for_each(|drafting| drafting.end(sequence.answer_id()));
                 events.extend([sequence].into_iter().chain(siblings).map(|mut s| s.finish(FinishReason::Cancelled)));
             }
         }
@@ -363,10 +375,11 @@ impl Engine {
         self.watch.share_out(&mut self.running);
         let watch = self.watch.watch();
         let mut rows = logits.chunks_exact(vocab);
-        for span in &self.batch.spans {
+        let mut right = 0;
+        for (i, span) in self.batch.spans.iter().enumerate() {
             let at = self.running.iter().position(|s| s.seq == span.seq).expect("spans are of running sequences");
             let sequence = &mut self.running[at];
-            if let Err(e) = sequence.compute(span.rows, &mut rows, &mut self.scratch) {
+            if let Err(e) = sequence.compute(span.rows - span.draft, &mut rows, &mut self.scratch) {
                 let ended = std::mem::take(&mut sequence.siblings);
                 self.events.push(sequence.finish(FinishReason::Error(e.clone().into())));
                 self.events.extend(ended.into_iter().map(|mut s| s.finish(FinishReason::Error(e.clone().into()))));
@@ -383,6 +396,19 @@ impl Engine {
             let logits = rows.next().expect("a whole sequence asked for logits");
             let siblings = sequence.split(&mut self.kv);
             self.events.push(sequence.sample(logits, &mut self.scratch, (now, watch)));
+            // Its draft, as far as it is what is chosen.
+            let mut accepted = 0;
+            for logits in rows.by_ref().take(span.draft) {
+                if sequence.accept_draft(accepted) {
+                    accepted += 1;
+                    self.events.push(sequence.sample(logits, &mut self.scratch, (now, watch)));
+                }
+            }
+            if let Some(drafting) = self.drafting.as_mut().filter(|_| span.draft > 0) {
+                self.kv.accept(&self.batch, i, accepted);
+                drafting.settle(&mut sequence.guess, span.draft, accepted);
+                right += accepted;
+            }
             for mut sibling in siblings {
                 self.events.push(sibling.sample(logits, &mut self.scratch, (now, watch)));
                 insert(&mut self.running, sibling);
@@ -390,6 +416,11 @@ impl Engine {
         }
         for ended in self.running.extract_if(.., |s| s.is_finished) {
             self.kv.remove(ended.seq);
+            self.drafting.iter_mut().for_each(|drafting| drafting.end(ended.answer_id()));
+        }
+        if let Some(drafting) = &mut self.drafting {
+            let time = if self.clock.is_some() { time } else { drafting.step_time(time) };
+            drafting.wager.record(work, time, right);
         }
         let is_idle = self.is_idle();
         self.watch.end_step(&self.batch, is_idle);
@@ -401,6 +432,7 @@ impl Engine {
         let spans = &self.batch.spans;
         for mut failed in self.running.extract_if(.., |s| spans.iter().any(|span| span.seq == s.seq)) {
             self.kv.remove(failed.seq);
+            self.drafting.iter_mut().for_each(|drafting| drafting.end(failed.answer_id()));
             let siblings = std::mem::take(&mut failed.siblings);
             let ended = [failed].into_iter().chain(siblings);
             self.events.extend(ended.map(|mut s| s.finish(FinishReason::Error(e.clone().into()))));
@@ -427,7 +459,8 @@ impl Engine {
             };
             let mut go_on = true;
             let mut take = |event: &Event| {
-                go_on &= each(event);
+                // A step may bring several events of an answer.
+                go_on = go_on && each(event);
                 left -= usize::from(event.finish.is_some());
                 if event.sample == 0 {
                     first = event.finish.clone().or(first.take());

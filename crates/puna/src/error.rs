@@ -30,6 +30,14 @@ pub enum Error {
         /// Rows of the embedding.
         rows: usize,
     },
+    /// A model that is to draft for another one and has other tokens.
+    #[error("{}: it cannot draft for the model, whose vocabulary is another one: {what}", shown(path))]
+    DraftVocabulary {
+        /// The draft model's file.
+        path: PathBuf,
+        /// The first difference.
+        what: String,
+    },
     /// Sampling parameters, of a request or of the model's file, or logits that nothing can be chosen from.
     #[error(transparent)]
     Sample(#[from] SampleError),

@@ -99,6 +99,11 @@ pub(crate) struct Inside {
 }
 
 impl Inside {
+    /// Whether it tells of every row that is computed: none may be a guess then.
+    pub fn tells_of_rows(&self) -> bool {
+        self.capture.is_some() || self.experts.is_some()
+    }
+
     /// What a request asks for.
     pub fn of(request: &mut Request, config: &Config) -> Inside {
         Inside {

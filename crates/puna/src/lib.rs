@@ -19,6 +19,7 @@
 
 pub mod chat;
 pub mod convert;
+pub mod draft;
 pub mod embed;
 pub mod engine;
 pub mod error;
@@ -36,6 +37,7 @@ mod train;
 
 pub use chat::{Chat, ChatEnd, Conversation};
 pub use convert::{Conversion, ConvertOptions};
+pub use draft::{DraftBy, DraftOptions, DraftStats, Drafter};
 pub use embed::{EmbedOptions, Embedding};
 pub use engine::{Engine, EngineOptions, Status};
 pub use error::Error;

@@ -13,6 +13,8 @@ pub(crate) struct Work {
     pub generating: usize,
     /// Rows of prompts, and of what is computed again.
     pub prompt_rows: usize,
+    /// Rows of drafts.
+    pub draft_rows: usize,
 }
 
 /// Times of recent steps.
@@ -30,7 +32,7 @@ pub(crate) struct Pace {
     both: Recent,
     /// How many of these there were since the last one that only generated.
     mixed: usize,
-    /// Rows of prompts in the last step that had some beside generation.
+    /// Rows of prompts, and of drafts with them, in the last step that had some beside generation.
     rows: usize,
     /// Steps in a row that were to carry none.
     skipped: usize,
@@ -43,7 +45,7 @@ const MEASURED: usize = 3;
 const MIXED: usize = 8;
 
 impl Pace {
-    /// Rows of prompts that the next step may carry beside `generating` sequences, at most `most`. None where the step
+    /// Rows of prompts, and of drafts with them, that the next step may carry beside `generating` sequences, at most `most`. None where the step
     /// is needed to measure what generation takes; never none four times in a row.
     pub fn rows(&mut self, generating: usize, most: usize) -> usize {
         if generating > 2 * self.generating || 2 * generating < self.generating {
@@ -83,17 +85,20 @@ impl Pace {
     pub fn record(&mut self, work: Work, time: Duration) {
         let time = time.as_secs_f64();
         match work {
-            Work { generating, prompt_rows: 0 } => {
+            Work { generating, prompt_rows: 0, draft_rows: 0 } => {
                 self.generate.push(time);
                 self.generating = generating;
                 self.mixed = 0;
             }
-            Work { generating: 0, prompt_rows } => self.row_alone.push(time / prompt_rows as f64),
-            Work { prompt_rows, .. } => {
+            // What drafts do is measured in `draft/odds.rs`.
+            Work { prompt_rows: 0, .. } => {}
+            Work { generating: 0, prompt_rows, .. } => self.row_alone.push(time / prompt_rows as f64),
+            Work { prompt_rows, draft_rows, .. } => {
+                let rows = prompt_rows + draft_rows;
                 self.both.push(time);
-                self.row.push((time - self.step()).max(0.0) / prompt_rows as f64);
+                self.row.push((time - self.step()).max(0.0) / rows as f64);
                 self.mixed += 1;
-                self.rows = prompt_rows;
+                self.rows = rows;
             }
         }
     }
@@ -101,7 +106,7 @@ impl Pace {
 
 /// The last few of many numbers.
 #[derive(Debug, Default)]
-struct Recent {
+pub(crate) struct Recent {
     values: [f64; Recent::LEN],
     n: usize,
     next: usize,
@@ -110,18 +115,23 @@ struct Recent {
 impl Recent {
     const LEN: usize = 5;
 
-    fn push(&mut self, value: f64) {
+    pub fn push(&mut self, value: f64) {
         self.values[self.next] = value;
         self.next = (self.next + 1) % Recent::LEN;
         self.n = (self.n + 1).min(Recent::LEN);
     }
 
-    fn clear(&mut self) {
+    pub fn clear(&mut self) {
         *self = Recent::default();
     }
 
+    /// How many there are.
+    pub fn len(&self) -> usize {
+        self.n
+    }
+
     /// The lower one of two.
-    fn median(&self) -> Option<f64> {
+    pub fn median(&self) -> Option<f64> {
         let mut sorted = self.values;
         let sorted = &mut sorted[..self.n];
         sorted.sort_by(f64::total_cmp);
@@ -199,7 +209,7 @@ mod tests {
             let prompt_rows = pace.rows(generating, 512).min(n - done);
             empty = if prompt_rows == 0 { empty + 1 } else { 0 };
             assert!(empty <= MEASURED, "{empty} steps in a row without prompts");
-            let work = Work { generating, prompt_rows };
+            let work = Work { generating, prompt_rows, draft_rows: 0 };
             let (exact, measured) = machine.time(work, done);
             let (alone, _) = machine.time(Work { prompt_rows: 0, ..work }, done);
             pace.record(work, Duration::from_secs_f64(measured));
@@ -260,12 +270,12 @@ mod tests {
                 let rows = pace.rows(generating.max(1), 512);
                 prop_assert!(rows <= 512);
                 if generating + prompt_rows > 0 {
-                    pace.record(Work { generating, prompt_rows }, Duration::from_nanos(nanos));
+                    pace.record(Work { generating, prompt_rows, draft_rows: 0 }, Duration::from_nanos(nanos));
                 }
             }
             for _ in 0..=MEASURED {
                 pace.rows(3, 512);
-                pace.record(Work { generating: 3, prompt_rows: 0 }, Duration::ZERO);
+                pace.record(Work { generating: 3, ..Work::default() }, Duration::ZERO);
             }
             prop_assert!((1..=512).contains(&pace.rows(3, 512)));
         }

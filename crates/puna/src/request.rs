@@ -170,6 +170,10 @@ pub struct Stats {
     pub generate_time: Duration,
     /// How often it had to make room for others, and was computed again.
     pub preemptions: usize,
+    /// Tokens that were guessed and verified.
+    pub drafted_tokens: usize,
+    /// Of these, how many were right.
+    pub accepted_tokens: usize,
     /// The seed that reproduces the text.
     pub seed: u64,
 }

@@ -40,7 +40,9 @@ impl Engine {
         let generating = self.running.iter().filter(|s| s.is_generating()).count();
         let chunk = self.chunk.saturating_sub(generating).max(1);
         let rows = if generating == 0 { self.chunk } else { self.pace.rows(generating, chunk) };
-        let work = self.fill(rows);
+        let is_reading = generating < self.running.len();
+        let drafted = self.draft(is_reading.then_some(rows));
+        let work = self.fill(rows.saturating_sub(drafted));
         // Those who generate may have no blocks until a prompt goes on.
         if self.batch.rows.is_empty() && rows == 0 { self.fill(chunk) } else { work }
     }
@@ -76,7 +78,7 @@ impl Engine {
         }
     }
 
-    /// Fills the batch: a row of every sequence that generates, and up to `rows` of prompts.
+    /// Fills the batch: a row of every sequence that generates, its draft, and up to `rows` of prompts.
     fn fill(&mut self, rows: usize) -> Work {
         let mut plan = std::mem::take(&mut self.plan);
         self.divide(rows, &mut plan);
@@ -95,11 +97,17 @@ impl Engine {
                 at += 1;
             }
         }
+        // Drafts take what is left: nobody makes room for a guess.
+        for (s, rows) in self.running.iter_mut().zip(&plan.rows).filter(|(s, _)| !s.guess.tokens.is_empty()) {
+            let got = if *rows > 0 { self.kv.reserve(s.seq, rows + s.guess.tokens.len()) } else { 0 };
+            s.guess.tokens.truncate(got.saturating_sub(*rows));
+        }
         let mut work = Work::default();
         for (s, &rows) in self.running.iter().zip(&plan.rows).filter(|(_, rows)| **rows > 0) {
             s.push(&mut self.batch, rows, self.model.config().dim);
             if s.is_generating() {
                 work.generating += 1;
+                work.draft_rows += s.guess.tokens.len();
             } else {
                 work.prompt_rows += rows;
             }
@@ -200,10 +208,10 @@ mod tests {
         let mut watched = Watched::new();
         (0..6).for_each(|i| watched.add(5, 200 + i));
         // With nobody generating, all are read at once.
-        assert_eq!(watched.step(1)[0].0, Work { generating: 0, prompt_rows: 30 });
+        assert_eq!(watched.step(1)[0].0, Work { prompt_rows: 30, ..Work::default() });
         let alone = watched.step(10);
         let median = alone[5].1;
-        assert!(alone.iter().all(|(work, _)| *work == Work { generating: 6, prompt_rows: 0 }));
+        assert!(alone.iter().all(|(work, _)| *work == Work { generating: 6, ..Work::default() }));
         (0..4).for_each(|i| watched.add(230, 1 + i));
         let busy = watched.step(90);
         let read: usize = busy.iter().map(|(work, _)| work.prompt_rows).sum();

@@ -1,5 +1,6 @@
 //! One answer to a request on its way.
 
+use crate::draft::{AnswerId, Guess, MAX_DRAFT, Text, Want};
 use crate::error::Error;
 use crate::grammar::State;
 use crate::inside::Inside;
@@ -28,6 +29,8 @@ pub(crate) struct Sequence {
     /// Other answers, which begin when the prompt is computed.
     pub siblings: Vec<Sequence>,
     pub inside: Inside,
+    /// What may come next.
+    pub guess: Guess,
     prompt: Arc<Prompt>,
     answer: Vec<u32>,
     /// What its rows are.
@@ -104,6 +107,7 @@ impl Sequence {
             is_finished: false,
             siblings: Vec::new(),
             inside,
+            guess: Guess::default(),
             prompt: Arc::new(request.prompt),
             answer: Vec::new(),
             chain,
@@ -132,6 +136,7 @@ impl Sequence {
                 sample,
                 siblings: Vec::new(),
                 inside: first.inside.sibling(),
+                guess: Guess::default(),
                 prompt: first.prompt.clone(),
                 answer: Vec::new(),
                 chain: Chain::default(),
@@ -183,6 +188,7 @@ impl Sequence {
 
     /// Leaves the cache, to be computed again.
     pub fn preempt(&mut self, kv: &mut KvCache) {
+        self.guess.tokens.clear();
         self.leave(kv);
         self.preemptions += 1;
     }
@@ -227,6 +233,31 @@ impl Sequence {
         self.missing().min(most)
     }
 
+    /// Which answer it is.
+    pub fn answer_id(&self) -> AnswerId {
+        AnswerId { id: self.id, sample: self.sample }
+    }
+
+    /// What it is so far.
+    pub fn text(&self) -> Text<'_> {
+        Text { answer_id: self.answer_id(), prompt: &self.prompt.rows, answer: &self.answer }
+    }
+
+    /// A wish for a draft of at most so many tokens.
+    pub fn want(&mut self, most: usize) -> Want<'_> {
+        let text = Text { answer_id: self.answer_id(), prompt: &self.prompt.rows, answer: &self.answer };
+        Want { text, most, draft: &mut self.guess.tokens }
+    }
+
+    /// Most tokens of a draft: as many as can come before its last one, and none where rotation would depend on them.
+    pub fn most_draft(&self, rope: &Rope) -> usize {
+        if self.answer.is_empty() || !self.is_generating() || self.inside.tells_of_rows() {
+            return 0;
+        }
+        let most = self.limit.saturating_sub(self.len() + 1).min(MAX_DRAFT);
+        if rope.is_long(self.len() + most) == self.chain.is_long() { most } else { 0 }
+    }
+
     /// Takes what is in the cache of the rows that are missing.
     pub fn adopt(&mut self, kv: &mut KvCache) {
         if self.needs_rows() {
@@ -258,6 +289,7 @@ impl Sequence {
         }
         if end == self.len() {
             batch.outputs.push(batch.rows.len() as u32 - 1);
+            batch.draft(&self.guess.tokens, self.delta);
         }
     }
 
@@ -320,6 +352,13 @@ impl Sequence {
     ) -> Event {
         let prompt_logprobs = self.scores.take().map(|scores| scores.rows).unwrap_or_default();
         Event { prompt_logprobs, ..self.go_on(logits, scratch, (now, watch)) }
+    }
+
+    /// Whether the draft's token `at` is the one that was chosen: its row counts as computed then.
+    pub fn accept_draft(&mut self, at: usize) -> bool {
+        let is_right = !self.is_finished && self.guess.tokens.get(at) == self.answer.last();
+        self.computed += usize::from(is_right);
+        is_right
     }
 
     fn go_on(&mut self, logits: &[f32], scratch: &mut Scratch, (now, watch): (Instant, Option<&Stopwatch>)) -> Event {
@@ -419,6 +458,8 @@ impl Sequence {
             prompt_time: first_token.map_or(Duration::ZERO, |first| first - begun),
             generate_time: first_token.map_or(Duration::ZERO, |first| last_token - first),
             preemptions: self.preemptions,
+            drafted_tokens: self.guess.drafted,
+            accepted_tokens: self.guess.accepted,
             seed: self.sampler.seed(),
         }
     }

@@ -1,6 +1,7 @@
 //! Counts and times for Prometheus. Everything is an atomic number: writing takes no lock, and neither does reading,
 //! however often gateways ask.
 
+use puna::draft::{DraftStats, MAX_DRAFT};
 use std::fmt::Write;
 use std::sync::LazyLock;
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
@@ -17,6 +18,11 @@ pub(crate) struct Counter(AtomicU64);
 impl Counter {
     pub fn add(&self, n: usize) {
         self.0.fetch_add(n as u64, Relaxed);
+    }
+
+    /// What somebody else has counted.
+    pub fn set(&self, n: usize) {
+        self.0.store(n as u64, Relaxed);
     }
 
     pub fn get(&self) -> u64 {
@@ -104,6 +110,11 @@ pub(crate) struct ModelMetrics {
     pub cache_hits: Counter,
     pub preemptions: Counter,
     pub embedded_tokens: Counter,
+    pub drafts: Counter,
+    pub drafted_tokens: Counter,
+    pub accepted_tokens: Counter,
+    /// By their place in the draft.
+    pub accepted_at: [Counter; MAX_DRAFT],
     /// By reason: stop, length, abort, error.
     pub ended: [Counter; 4],
     pub first_token: Histogram,
@@ -140,6 +151,10 @@ impl Default for ModelMetrics {
             cache_hits: Counter::default(),
             preemptions: Counter::default(),
             embedded_tokens: Counter::default(),
+            drafts: Counter::default(),
+            drafted_tokens: Counter::default(),
+            accepted_tokens: Counter::default(),
+            accepted_at: Default::default(),
             ended: Default::default(),
             first_token: times(),
             inter_token: times(),
@@ -157,11 +172,21 @@ impl Default for ModelMetrics {
     }
 }
 
+impl ModelMetrics {
+    pub fn set_drafts(&self, stats: &DraftStats) {
+        self.drafts.set(stats.drafts);
+        self.drafted_tokens.set(stats.drafted);
+        self.accepted_tokens.set(stats.accepted);
+        self.accepted_at.iter().zip(stats.accepted_at).for_each(|(counter, n)| counter.set(n));
+    }
+}
+
 enum Value<'a> {
     Gauge(&'a Gauge),
     Counter(&'a Counter),
     Histogram(&'a Histogram),
     Reasons(&'a [Counter; 4]),
+    Places(&'a [Counter]),
 }
 
 /// A family of numbers: our name without prefix, vLLM's name where gateways and dashboards know one, what it is.
@@ -195,6 +220,13 @@ const FAMILIES: &[Family] = &[
         "Tokens found in the cache"),
     family!("preemptions_total", Some("num_preemptions_total"), Counter preemptions,
         "How often an answer made room for another and was computed again"),
+    family!("drafts_total", Some("spec_decode_num_drafts_total"), Counter drafts, "Drafts that were verified"),
+    family!("drafted_tokens_total", Some("spec_decode_num_draft_tokens_total"), Counter drafted_tokens,
+        "Tokens that were guessed"),
+    family!("accepted_tokens_total", Some("spec_decode_num_accepted_tokens_total"), Counter accepted_tokens,
+        "Tokens that were guessed and right"),
+    family!("accepted_tokens_per_position_total", Some("spec_decode_num_accepted_tokens_per_pos_total"),
+        Places accepted_at, "Tokens that were guessed and right, by their place in the draft"),
     family!("answers_total", Some("request_success_total"), Reasons ended, "Answers that ended, by why"),
     family!("time_to_first_token_seconds", Some("time_to_first_token_seconds"), Histogram first_token,
         "From arrival to the first token"),
@@ -259,7 +291,7 @@ impl Family {
             if i == 0 {
                 let kind = match value {
                     Value::Gauge(_) => "gauge",
-                    Value::Counter(_) | Value::Reasons(_) => "counter",
+                    Value::Counter(_) | Value::Reasons(_) | Value::Places(_) => "counter",
                     Value::Histogram(_) => "histogram",
                 };
                 head(out, name, kind, self.help);
@@ -269,6 +301,11 @@ impl Family {
                 Value::Gauge(gauge) => line(out, name, &labels, gauge.get()),
                 Value::Counter(counter) => line(out, name, &labels, counter.get()),
                 Value::Histogram(histogram) => histogram.write(out, name, &labels),
+                Value::Places(counters) => {
+                    for (place, counter) in counters.iter().enumerate() {
+                        line(out, name, &format!("{labels},position=\"{place}\""), counter.get());
+                    }
+                }
                 Value::Reasons(counters) => {
                     for (reason, counter) in REASONS.iter().zip(counters) {
                         line(out, name, &format!("{labels},finished_reason=\"{reason}\""), counter.get());

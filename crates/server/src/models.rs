@@ -5,7 +5,7 @@ use crate::metrics::ModelMetrics;
 use crate::openai::{ApiError, Card, Job, Kind};
 use crate::options::Options;
 use crate::worker::{Command, Said, Worker};
-use puna::{EmbedOptions, Engine, EngineOptions, ModelFiles};
+use puna::{EmbedOptions, Engine, ModelFiles};
 use std::collections::HashMap;
 use std::path::{Path, PathBuf};
 use std::sync::mpsc::{Receiver, Sender, channel};
@@ -239,7 +239,7 @@ fn load(model: &Model, path: &Path, options: &Options) -> Result<Engine, puna::E
     files.notices().iter().for_each(|notice| tracing::warn!(model = model.id, "{notice}"));
     let mut engine = Engine::from_files(files, &options.engine, &mut |_, _| {})?;
     engine.notices().iter().for_each(|notice| tracing::warn!(model = model.id, "{notice}"));
-    let (limit, EngineOptions { kv, .. }) = (engine.status().kv_limit, options.engine);
+    let (limit, kv) = (engine.status().kv_limit, options.engine.kv);
     let block = engine.model_mut().kv_cache(kv).block_bytes();
     model.metrics.blocks.set((limit / block.max(1)) as f64);
     let mut card = Card::new(&model.id, &engine, &options.engine);

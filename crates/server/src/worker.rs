@@ -284,6 +284,7 @@ impl Worker {
         metrics.kv_held.set(status.kv_held as f64);
         metrics.kv_cached.set(status.kv_cached as f64);
         metrics.kv_limit.set(status.kv_limit as f64);
+        metrics.set_drafts(&status.drafts);
     }
 }
 

@@ -4,7 +4,7 @@ mod input;
 mod output;
 
 use crate::error::Error;
-use crate::options::{RunOptions, print_notices};
+use crate::options::{DraftArgs, RunOptions, print_notices};
 use crate::progress::{Progress, Unit};
 use clap::Args;
 use input::{Input, Line, Task};
@@ -32,6 +32,8 @@ pub struct BatchArgs {
     #[arg(long, value_name = "N", default_value_t = 128, value_parser = clap::value_parser!(u16).range(1..))]
     parallel: u16,
     #[command(flatten)]
+    draft: DraftArgs,
+    #[command(flatten)]
     options: RunOptions,
 }
 
@@ -46,6 +48,7 @@ pub fn run(args: &BatchArgs) -> Result<(), Error> {
     print_notices(files.notices());
     let mut options = args.options.engine();
     options.max_running = args.parallel.into();
+    options.draft = args.draft.engine();
     let mut loading = Progress::new("loading", Unit::Bytes);
     let mut engine = Engine::from_files(files, &options, &mut |done, total| loading.update(done, total))?;
     loading.finish();

@@ -50,6 +50,6 @@ impl Prompt {
             Outputs::Last => end - 1..end,
             Outputs::All => first..end,
         });
-        batch.spans.push(Span { seq, start: range.start, rows: range.len(), total: self.len() });
+        batch.spans.push(Span { seq, start: range.start, rows: range.len(), total: self.len(), draft: 0 });
     }
 }

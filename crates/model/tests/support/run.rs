@@ -127,7 +127,7 @@ impl Run {
         let seq = self.kv.add();
         let batch = Batch {
             rows: vec![Row::Embed(0); n],
-            spans: vec![Span { seq, start: 0, rows: n, total: n }],
+            spans: vec![Span { seq, start: 0, rows: n, total: n, draft: 0 }],
             embeds: vec![f32::NAN; self.model.config().dim],
             ..Batch::default()
         };
