@@ -2,14 +2,15 @@
 //! beside.
 
 use crate::error::Error;
+use crate::inside::{print_timings, write_trace};
 use crate::options::{LoadArgs, print_notices};
 use clap::Args;
 use puna_kernels::Isa;
-use puna_model::{Batch, Model, Outputs, SeqId, Source};
+use puna_model::{Batch, KvCache, Model, Outputs, SeqId, Source, Stopwatch, Timings, Trace};
 use serde_json::{Map, Value, json};
 use std::io::Write;
 use std::path::PathBuf;
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 /// Arguments of `puna bench`.
 #[derive(Args)]
@@ -31,6 +32,12 @@ pub struct BenchArgs {
     /// Times each test is repeated
     #[arg(short = 'r', long, default_value_t = 3)]
     repeat: usize,
+    /// Tell where the time of each test went
+    #[arg(long)]
+    profile: bool,
+    /// Write what happened when, for chrome://tracing and Perfetto
+    #[arg(long, value_name = "FILE")]
+    trace: Option<PathBuf>,
     #[command(flatten)]
     load: LoadArgs,
 }
@@ -46,7 +53,11 @@ pub fn run(args: &BenchArgs) -> Result<(), Error> {
     let model = Model::load(&source, &options, &mut |_, _| {})?;
     let seconds = start.elapsed().as_secs_f64();
     print_notices(model.notices());
-    let mut bench = Bench { model, args, isa: options.isa, random: 1, batch: Batch::default() };
+    let trace = args.trace.as_ref().map(|_| Trace::new(Trace::MAX_EVENTS));
+    let watch = (args.profile || trace.is_some()).then(|| Stopwatch::new(trace));
+    let (batch, timings) = (Batch::default(), Timings::default());
+    let mut bench =
+        Bench { model, args, isa: options.isa, random: 1, batch, watch, timings, bandwidth: None, peak_mb: None };
     bench.print("load", json!({ "seconds": round(seconds, 3) }))?;
     for &n in &args.prompt {
         bench.prompt(n)?;
@@ -57,7 +68,10 @@ pub fn run(args: &BenchArgs) -> Result<(), Error> {
     for &n in args.batch.iter().filter(|&&n| n > 1) {
         bench.generate(&format!("b{n}"), n, 16)?;
     }
-    Ok(())
+    match (&args.trace, bench.watch.as_mut().and_then(Stopwatch::take_trace)) {
+        (Some(path), Some(trace)) => write_trace(&trace, path),
+        _ => Ok(()),
+    }
 }
 
 struct Bench<'a> {
@@ -66,6 +80,13 @@ struct Bench<'a> {
     isa: Isa,
     random: u64,
     batch: Batch,
+    watch: Option<Stopwatch>,
+    /// Of the rounds of the current test that count.
+    timings: Timings,
+    /// Bytes a second that the machine read before or after the current test.
+    bandwidth: Option<f64>,
+    /// The most memory that was held before the bandwidth was measured, which takes some.
+    peak_mb: Option<u64>,
 }
 
 impl Bench<'_> {
@@ -76,7 +97,7 @@ impl Bench<'_> {
         (self.random % self.model.config().vocab_size as u64) as u32
     }
 
-    fn feed(&mut self, kv: &mut puna_model::KvCache, seq: SeqId, n: usize) -> Result<(), Error> {
+    fn feed(&mut self, kv: &mut KvCache, seq: SeqId, n: usize) -> Result<(), Error> {
         let mut done = kv.len(seq).unwrap_or(0);
         let end = done + n;
         while done < end {
@@ -84,7 +105,7 @@ impl Bench<'_> {
             let last = done + tokens.len() == end;
             self.batch.clear();
             self.batch.push(seq, done, &tokens, if last { Outputs::Last } else { Outputs::None });
-            self.model.forward(&self.batch, kv)?;
+            self.forward(kv)?;
             done += tokens.len();
         }
         Ok(())
@@ -95,20 +116,24 @@ impl Bench<'_> {
         for round in 0..=self.args.repeat {
             let mut kv = self.model.kv_cache(self.args.load.kv);
             let seq = kv.add();
-            let start = Instant::now();
+            let (begin, start) = (self.begin(), Instant::now());
             // The first round warms up.
             self.feed(&mut kv, seq, if round == 0 { n.min(64) } else { n })?;
             if round > 0 {
                 samples.push(start.elapsed().as_secs_f64());
+                self.count(&begin);
             }
         }
-        self.row(&format!("pp{n}"), &samples, n, Map::new())
+        let (layers, head) = self.model.ops_per_row();
+        let more = rate("gop_s", (layers * n + head) as f64, &samples);
+        self.row(&format!("pp{n}"), &samples, n, more)
     }
 
     fn generate(&mut self, test: &str, n_seqs: usize, depth: usize) -> Result<(), Error> {
         let n = self.args.generate;
         let mut samples = Vec::new();
         let mut kv_bytes = 0;
+        let before = self.read_bandwidth();
         for _ in 0..self.args.repeat {
             let mut kv = self.model.kv_cache(self.args.load.kv);
             let seqs: Vec<SeqId> = (0..n_seqs).map(|_| kv.add()).collect();
@@ -118,30 +143,65 @@ impl Bench<'_> {
             if n_seqs == 1 {
                 self.step(&mut kv, &seqs)?;
             }
-            let start = Instant::now();
+            let (begin, start) = (self.begin(), Instant::now());
             for _ in 0..n {
                 self.step(&mut kv, &seqs)?;
             }
             samples.push(start.elapsed().as_secs_f64());
+            self.count(&begin);
             kv_bytes = kv.bytes_held();
         }
-        let best = samples.iter().copied().fold(f64::INFINITY, f64::min);
+        let (layers, head) = self.model.ops_per_row();
         let bytes = (self.model.bytes_per_step() + kv_bytes) as f64 * n as f64;
-        let more = Map::from_iter([("gb_s".to_owned(), json!(round(bytes / best / 1e9, 1)))]);
+        let mut more = rate("gb_s", bytes, &samples);
+        more.extend(rate("gop_s", ((layers + head) * n * n_seqs) as f64, &samples));
+        self.bandwidth = before.zip(self.read_bandwidth()).map(|(before, after)| before.max(after));
+        if let Some(bandwidth) = self.bandwidth {
+            let best = samples.iter().copied().fold(f64::INFINITY, f64::min);
+            more.insert("read_gb_s".into(), json!(round(bandwidth / 1e9, 1)));
+            more.insert("read_share".into(), json!(round(bytes / best / bandwidth, 2)));
+        }
         self.row(test, &samples, n * n_seqs, more)
     }
 
-    fn step(&mut self, kv: &mut puna_model::KvCache, seqs: &[SeqId]) -> Result<(), Error> {
+    fn step(&mut self, kv: &mut KvCache, seqs: &[SeqId]) -> Result<(), Error> {
         self.batch.clear();
         for &seq in seqs {
             let token = self.token();
             self.batch.push(seq, kv.len(seq).unwrap_or(0), &[token], Outputs::Last);
         }
-        self.model.forward(&self.batch, kv)?;
+        self.forward(kv)
+    }
+
+    fn forward(&mut self, kv: &mut KvCache) -> Result<(), Error> {
+        self.watch.iter().for_each(Stopwatch::begin_step);
+        self.model.forward_timed(&self.batch, kv, &mut (), self.watch.as_ref())?;
+        self.watch.iter().for_each(|watch| watch.end_step(self.batch.rows.len(), self.batch.spans.len()));
         Ok(())
     }
 
-    fn row(&self, test: &str, seconds: &[f64], tokens: usize, more: Map<String, Value>) -> Result<(), Error> {
+    /// A round begins: what was measured so far.
+    fn begin(&self) -> Timings {
+        self.watch.iter().for_each(Stopwatch::skip);
+        self.watch.as_ref().map(Stopwatch::timings).unwrap_or_default()
+    }
+
+    /// A round ends that counts.
+    fn count(&mut self, begin: &Timings) {
+        let new = self.watch.as_ref().map(Stopwatch::timings).unwrap_or_default().since(begin);
+        self.timings.add_share(&new, 1.0);
+    }
+
+    /// Measures how fast the machine reads just now, without counting the memory that takes.
+    fn read_bandwidth(&mut self) -> Option<f64> {
+        self.peak_mb = self.peak_mb.max(peak_memory_mb());
+        let bandwidth = self.model.read_bandwidth();
+        // Linux forgets the peak; elsewhere it is not told.
+        let _ = std::fs::write("/proc/self/clear_refs", "5");
+        bandwidth
+    }
+
+    fn row(&mut self, test: &str, seconds: &[f64], tokens: usize, more: Map<String, Value>) -> Result<(), Error> {
         let mut rates: Vec<f64> = seconds.iter().map(|s| tokens as f64 / s).collect();
         rates.sort_by(f64::total_cmp);
         let Some((min, max)) = rates.first().zip(rates.last()) else { return Ok(()) };
@@ -159,20 +219,32 @@ impl Bench<'_> {
         if let Value::Object(fields) = &mut fields {
             fields.extend(more);
         }
-        self.print(test, fields)
+        self.print(test, fields)?;
+        let timings = std::mem::take(&mut self.timings);
+        if self.args.profile {
+            eprintln!("{test}:");
+            print_timings(&timings, Duration::from_secs_f64(seconds.iter().sum()), self.bandwidth);
+        }
+        Ok(())
     }
 
     fn print(&self, test: &str, fields: Value) -> Result<(), Error> {
         let mut line = json!({ "engine": "puna", "test": test });
         if let (Value::Object(line), Value::Object(fields)) = (&mut line, fields) {
             line.extend(fields);
-            if let Some(mb) = peak_memory_mb() {
+            if let Some(mb) = self.peak_mb.max(peak_memory_mb()) {
                 line.insert("peak_mb".into(), json!(mb));
             }
         }
         writeln!(std::io::stdout(), "{line}")?;
         Ok(())
     }
+}
+
+/// 10^9 a second, in the fastest of the rounds.
+fn rate(name: &str, amount: f64, seconds: &[f64]) -> Map<String, Value> {
+    let best = seconds.iter().copied().fold(f64::INFINITY, f64::min);
+    Map::from_iter([(name.to_owned(), json!(round(amount / best / 1e9, 1)))])
 }
 
 fn round(x: f64, digits: i32) -> f64 {

@@ -6,6 +6,7 @@ use rustyline::DefaultEditor;
 use rustyline::error::ReadlineError;
 use serde_json::{Value, json};
 use std::path::PathBuf;
+use std::time::Instant;
 
 const HELP: &str = "\
 /help           this list
@@ -103,6 +104,7 @@ impl Conversation {
     /// Says something and keeps the answer. What does not work is told, and the conversation stays as it was.
     fn say(&mut self, session: &mut Session, text: &str) -> Result<(), Error> {
         self.messages.push(json!({ "role": "user", "content": text }));
+        session.start = Instant::now();
         match session.encode_messages(&self.messages).and_then(|ids| session.answer(ids)) {
             Ok(answer) => self.messages.push(json!({ "role": "assistant", "content": answer })),
             Err(e) if e.is_closed_stdout() => return Err(e),

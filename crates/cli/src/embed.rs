@@ -1,14 +1,16 @@
 //! `puna embed`: texts to vectors.
 
 use crate::error::Error;
+use crate::inside::SteeringArgs;
 use crate::options::{RunOptions, print_notices};
 use crate::progress::{Progress, Unit};
 use clap::{Args, ValueEnum};
-use puna::{EmbedOptions, Engine, LoadOptions, ModelFiles};
+use puna::{EmbedOptions, Engine, LoadOptions, ModelFiles, Steering};
 use puna_text::EncodeOptions;
 use serde::Serialize;
 use std::io::{BufRead, BufReader, BufWriter, Read, Write};
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
 
 /// Arguments of `puna embed`.
 #[derive(Args)]
@@ -38,6 +40,8 @@ pub struct EmbedArgs {
     /// Take control tokens that are written out in a text as ordinary characters
     #[arg(long)]
     no_special: bool,
+    #[command(flatten)]
+    steering: SteeringArgs,
     #[command(flatten)]
     options: RunOptions,
 }
@@ -77,14 +81,15 @@ pub fn run(args: &EmbedArgs) -> Result<(), Error> {
     let engine = Engine::from_files(files, &options, &mut |done, total| loading.update(done, total))?;
     loading.finish();
     print_notices(engine.notices());
+    let steering = args.steering.steering(engine.config())?;
     match args.file.as_deref().filter(|f| f.as_os_str() != "-") {
         Some(path) => {
             let file = std::fs::File::open(path).map_err(|e| Error::file(path, e))?;
-            Embed { args, engine, name: path.to_owned(), lines: 0 }.all(BufReader::new(file))
+            Embed { args, engine, steering, name: path.to_owned(), lines: 0 }.all(BufReader::new(file))
         }
         None => {
             let name = PathBuf::from("standard input");
-            Embed { args, engine, name, lines: 0 }.all(BufReader::new(std::io::stdin().lock()))
+            Embed { args, engine, steering, name, lines: 0 }.all(BufReader::new(std::io::stdin().lock()))
         }
     }
 }
@@ -92,6 +97,7 @@ pub fn run(args: &EmbedArgs) -> Result<(), Error> {
 struct Embed<'a> {
     args: &'a EmbedArgs,
     engine: Engine,
+    steering: Option<Arc<Steering>>,
     /// Where lines come from.
     name: PathBuf,
     /// Lines read.
@@ -176,7 +182,7 @@ impl Embed<'_> {
     fn write(&mut self, first: u64, texts: &[Vec<u32>], out: &mut impl Write) -> Result<(), Error> {
         let args = self.args;
         let normalize = (args.normalize || args.no_normalize).then_some(args.normalize);
-        let options = EmbedOptions { pooling: args.pooling.parse().ok(), normalize };
+        let options = EmbedOptions { pooling: args.pooling.parse().ok(), normalize, steering: self.steering.clone() };
         let embeddings = self.engine.embed(texts, &options).map_err(|e| match e {
             puna::Error::Embed { index, source } => self.fault(first + index as u64, source),
             e => e.into(),

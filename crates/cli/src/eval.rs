@@ -1,16 +1,18 @@
 //! `puna eval`: logits and hidden states of given token ids, for comparison with a reference.
 
 use crate::error::Error;
+use crate::inside::{CaptureArgs, SteeringArgs};
 use crate::options::{LoadArgs, print_notices};
 use clap::Args;
-use puna::ModelFiles;
+use puna::{ModelFiles, Positions};
 use puna_kernels::{Acts, Isa, KvType};
 use puna_model::batch::MAX_POSITIONS;
-use puna_model::{BackendKind, Batch, Grown, KvCache, LoadOptions, Model, Prompt, Row, SeqId, Tap};
+use puna_model::{BackendKind, Batch, Grown, KvCache, LoadOptions, Model, Prompt, Row, SeqId, Steering, Tap};
 use safetensors::tensor::TensorView;
 use safetensors::{Dtype, SafeTensors};
 use std::collections::HashMap;
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
 
 /// Arguments of `puna eval`.
 #[derive(Args)]
@@ -42,6 +44,10 @@ pub struct EvalArgs {
     #[arg(long, default_value = "auto", value_parser = ["auto", "cpu", "reference"])]
     backend: String,
     #[command(flatten)]
+    capture: CaptureArgs,
+    #[command(flatten)]
+    steering: SteeringArgs,
+    #[command(flatten)]
     load: LoadArgs,
 }
 
@@ -63,6 +69,7 @@ pub fn run(args: &EvalArgs) -> Result<(), Error> {
     let mut eval = Eval::new(&mut model, &mut kv, input, others, args)?;
     eval.prompt()?;
     eval.greedy(args.greedy)?;
+    eval.residuals();
     let result = eval.result;
     result.write(&args.out, &model, options.isa, kv.kind())
 }
@@ -160,6 +167,9 @@ struct Eval<'a> {
     chunk: usize,
     batch: Batch,
     states: Option<HiddenStates>,
+    /// What the first sequence is steered by.
+    steering: Option<Arc<Steering>>,
+    capture: Option<(Vec<usize>, Positions)>,
     result: Output,
 }
 
@@ -171,6 +181,8 @@ struct Output {
     mean_pooled: Option<Vec<f32>>,
     prompt: usize,
     greedy: Vec<i64>,
+    /// Name and rows.
+    residuals: Vec<(String, Vec<f32>)>,
     steps: usize,
     rows: usize,
 }
@@ -210,9 +222,26 @@ impl<'a> Eval<'a> {
             seqs.push(Sequence { id: kv.add(), prompt, answer: Vec::new(), rope_delta, done: 0, total: 0 });
             mask.clear();
         }
-        let states = args.hidden_states.then(|| HiddenStates::new(model.config().n_layers));
+        let config = model.config();
+        let capture = args.capture.wanted(config)?;
+        let captured = capture.iter().flat_map(|(layers, _)| layers.iter().map(|&layer| (layer, Vec::new()))).collect();
+        let states = (args.hidden_states || capture.is_some()).then(|| HiddenStates {
+            captured,
+            ..HiddenStates::new(if args.hidden_states { config.n_layers } else { 0 })
+        });
+        let steering = args.steering.steering(config)?;
         let chunk = usize::try_from(args.chunk).unwrap_or(usize::MAX);
-        Ok(Eval { model, kv, seqs, chunk, batch: Batch::default(), states, result: Output::default() })
+        Ok(Eval {
+            model,
+            kv,
+            seqs,
+            chunk,
+            batch: Batch::default(),
+            states,
+            steering,
+            capture,
+            result: Output::default(),
+        })
     }
 
     /// Computes the next chunk of every sequence that has rows left; gives the logits of the first one's rows.
@@ -225,6 +254,9 @@ impl<'a> Eval<'a> {
                 // The whole sequence rotates otherwise from here on.
                 seq.done = self.kv.truncate(seq.id, 0);
             }
+            if let Some(states) = self.states.as_mut().filter(|_| i == 0 && seq.done == 0) {
+                states.captured.iter_mut().for_each(|(_, rows)| rows.clear());
+            }
             let n = self.chunk.min(total - seq.done);
             if n == 0 {
                 continue;
@@ -232,6 +264,7 @@ impl<'a> Eval<'a> {
             let first = self.batch.rows.len() as u32;
             let grown = Grown { prompt: &seq.prompt, answer: &seq.answer, delta: seq.rope_delta };
             self.batch.push_grown(seq.id, &grown, seq.done..seq.done + n, dim);
+            self.steering.iter().filter(|_| i == 0).for_each(|steering| self.batch.steer(steering));
             // Of companions only the last row's logits are read, to go on with.
             self.batch.outputs.extend(if i == 0 { first } else { first + n as u32 - 1 }..first + n as u32);
             seq.done += n;
@@ -279,7 +312,7 @@ impl<'a> Eval<'a> {
             let logits = self.step()?;
             self.result.logits.extend(logits);
         }
-        if let Some(states) = self.states.take() {
+        if let Some(states) = self.states.as_mut().filter(|states| !states.layers.is_empty()) {
             let dim = self.model.config().dim;
             let last = &states.layers[self.model.config().n_layers];
             let mut mean = vec![0f64; dim];
@@ -289,8 +322,23 @@ impl<'a> Eval<'a> {
             let n = self.result.prompt as f64;
             self.result.mean_pooled = Some(mean.into_iter().map(|sum| (sum / n) as f32).collect());
             self.result.hidden_states = Some(states.layers.concat());
+            states.layers.clear();
         }
         Ok(())
+    }
+
+    /// Takes the residuals that were asked for, of the positions that were computed.
+    fn residuals(&mut self) {
+        let (Some(states), Some((_, positions))) = (self.states.take(), &self.capture) else { return };
+        let (dim, prompt) = (self.model.config().dim, self.result.prompt);
+        for (layer, rows) in states.captured {
+            let rows = match positions {
+                Positions::Last => &rows[(prompt - 1) * dim..prompt * dim],
+                Positions::Prompt => &rows[..prompt * dim],
+                Positions::All => &rows[..],
+            };
+            self.result.residuals.push((format!("layer.{layer}"), rows.to_vec()));
+        }
     }
 
     fn greedy(&mut self, n: usize) -> Result<(), Error> {
@@ -327,13 +375,16 @@ fn argmax(logits: &[f32]) -> Option<u32> {
 struct HiddenStates {
     /// `[n_layers + 1]` of `[T, dim]`
     layers: Vec<Vec<f32>>,
+    /// Residuals of some layers as they leave them.
+    captured: Vec<(usize, Vec<f32>)>,
     /// Rows of the batch that count.
     own: usize,
 }
 
 impl HiddenStates {
     fn new(n_layers: usize) -> HiddenStates {
-        HiddenStates { layers: vec![Vec::new(); n_layers + 1], own: 0 }
+        let layers = if n_layers > 0 { n_layers + 1 } else { 0 };
+        HiddenStates { layers: vec![Vec::new(); layers], captured: Vec::new(), own: 0 }
     }
 }
 
@@ -341,6 +392,12 @@ impl Tap for HiddenStates {
     fn residual(&mut self, layer: usize, x: &mut Acts) {
         if layer + 1 < self.layers.len() {
             self.layers[layer].extend(&x.values()[..self.own * x.cols()]);
+        }
+    }
+
+    fn after(&mut self, layer: usize, x: &Acts) {
+        if let Some((_, rows)) = self.captured.iter_mut().find(|(wanted, _)| *wanted == layer) {
+            rows.extend(&x.values()[..self.own * x.cols()]);
         }
     }
 
@@ -366,6 +423,9 @@ impl Output {
         }
         if let Some(mean) = &self.mean_pooled {
             tensors.push(("mean_pooled", Dtype::F32, vec![c.dim], f32s(mean)));
+        }
+        for (name, rows) in &self.residuals {
+            tensors.push((name, Dtype::F32, vec![rows.len() / c.dim, c.dim], f32s(rows)));
         }
         if !self.greedy.is_empty() {
             let ids = self.greedy.iter().flat_map(|id| id.to_le_bytes()).collect();

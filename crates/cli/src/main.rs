@@ -9,12 +9,14 @@ mod convert;
 mod embed;
 mod error;
 mod eval;
+mod inside;
 mod inspect;
 mod options;
 mod perplexity;
 mod progress;
 mod run;
 mod serve;
+mod steer;
 mod template;
 mod tokenize;
 
@@ -48,9 +50,11 @@ enum Command {
     /// Measure how well a model predicts a text
     Perplexity(perplexity::PerplexityArgs),
     /// Answer a prompt, or hold a conversation
-    Run(run::RunArgs),
+    Run(Box<run::RunArgs>),
     /// Serve models over HTTP, with OpenAI's interface
     Serve(serve::ServeArgs),
+    /// Make a control vector from pairs of prompts
+    SteerTrain(steer::SteerTrainArgs),
     /// Show the prompt that a conversation becomes
     Template(template::TemplateArgs),
     /// Turn text into token ids
@@ -69,6 +73,7 @@ fn main() -> ExitCode {
         Command::Perplexity(args) => perplexity::run(&args),
         Command::Run(args) => run::run(&args),
         Command::Serve(args) => serve::run(&args),
+        Command::SteerTrain(args) => steer::train(&args),
         Command::Template(args) => template::run(&args),
         Command::Tokenize(args) => tokenize::tokenize(&args),
     };

@@ -1,6 +1,7 @@
 //! `puna perplexity`: how well a model predicts a text.
 
 use crate::error::Error;
+use crate::inside::SteeringArgs;
 use crate::options::{RunOptions, print_notices};
 use crate::progress::{Progress, Unit};
 use crate::tokenize::read_text;
@@ -22,6 +23,8 @@ pub struct PerplexityArgs {
     #[arg(short = 'f', long, value_name = "FILE")]
     file: PathBuf,
     #[command(flatten)]
+    steering: SteeringArgs,
+    #[command(flatten)]
     options: RunOptions,
 }
 
@@ -39,6 +42,7 @@ pub fn run(args: &PerplexityArgs) -> Result<(), Error> {
     let mut model = Model::load(files.checkpoint(), &options.load, &mut |done, total| loading.update(done, total))?;
     loading.finish();
     print_notices(model.notices());
+    let steering = args.steering.steering(model.config())?;
     print_notices(model.kv_cache(options.kv).notice(options.kv).as_slice());
     let own = model.config().context_length;
     let window = options.ctx.unwrap_or(own.min(puna::engine::DEFAULT_CTX));
@@ -57,6 +61,7 @@ pub fn run(args: &PerplexityArgs) -> Result<(), Error> {
             batch.clear();
             batch.push(seq, start, &window_ids[start..end], Outputs::All);
             batch.spans[0].total = window_ids.len();
+            steering.iter().for_each(|steering| batch.steer(steering));
             let vocab = model.config().vocab_size;
             let logits = model.forward(&batch, &mut kv)?;
             for (row, &next) in logits.chunks_exact(vocab).zip(&window_ids[start + 1..]) {

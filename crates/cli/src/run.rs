@@ -2,11 +2,14 @@
 
 use crate::chat;
 use crate::error::Error;
+use crate::inside::{CaptureArgs, Residuals, SteeringArgs, check_folder, print_experts, print_timings, write_trace};
 use crate::options::{DraftArgs, GrammarOptions, RunOptions, SamplingOptions, print_notices};
 use crate::progress::{Progress, Unit};
 use crate::tokenize::read_text;
 use clap::Args;
-use puna::{Engine, ExpertStats, Finish, Grammar, ModelFiles, Prompt, Request, State};
+use puna::inside::timings_json;
+use puna::{Capture, Engine, ExpertStats, Finish, Grammar, ModelFiles, Phase, Positions, Prompt, Request};
+use puna::{State, Steering, Trace};
 use puna_text::{AddBos, EncodeOptions};
 use serde_json::{Value, json};
 use std::io::{IsTerminal, Write};
@@ -44,7 +47,7 @@ pub struct RunArgs {
     /// Print one JSON object in place of the text: text, token ids, finish reason, timings
     #[arg(long)]
     json: bool,
-    /// Tell how long each kind of operation took
+    /// Tell where the time went, and which experts were chosen
     #[arg(long)]
     profile: bool,
     /// Go on from where a file says, which --save-state wrote
@@ -53,6 +56,16 @@ pub struct RunArgs {
     /// Write what was said, with its keys and values, to a file at the end
     #[arg(long, value_name = "FILE")]
     save_state: Option<PathBuf>,
+    /// Write what happened when, for chrome://tracing and Perfetto
+    #[arg(long, value_name = "FILE")]
+    trace: Option<PathBuf>,
+    /// Where --capture writes (safetensors)
+    #[arg(long, value_name = "FILE", default_value = "residuals.safetensors", requires = "capture")]
+    capture_file: PathBuf,
+    #[command(flatten)]
+    capture: CaptureArgs,
+    #[command(flatten)]
+    steering: SteeringArgs,
     #[command(flatten)]
     grammar: GrammarOptions,
     #[command(flatten)]
@@ -66,31 +79,39 @@ pub struct RunArgs {
 /// Runs the command.
 pub fn run(args: &RunArgs) -> Result<(), Error> {
     let is_chat = args.prompt.is_none() && args.file.is_none() && std::io::stdin().is_terminal();
-    if is_chat && (args.raw || args.json) {
-        return Err(Error::Input("a prompt is needed with --raw and --json: give one with -p or -f".into()));
+    if is_chat && (args.raw || args.json || args.capture.is_wanted()) {
+        return Err(Error::Input("a prompt is needed with --raw, --json and --capture: give one with -p or -f".into()));
     }
     let prompt = match (&args.prompt, is_chat) {
         (Some(prompt), _) => Some(prompt.clone()),
         (None, true) => None,
         (None, false) => Some(read_text(args.file.as_ref())?),
     };
+    let capture_file = args.capture.is_wanted().then_some(&args.capture_file);
+    args.trace.iter().chain(capture_file).try_for_each(|path| check_folder(path))?;
     let mut session = Session::load(args)?;
     match prompt {
-        None => chat::run(&mut session, args.system.as_deref()),
+        None => chat::run(&mut session, args.system.as_deref())?,
         Some(prompt) => {
             session.catch_interrupts()?;
+            session.start = Instant::now();
             if args.raw {
                 let ids = session.encode(&prompt)?;
                 session.answer(ids)?;
-                return session.save(&[]);
+                session.save(&[])?;
+            } else {
+                let mut messages = session.first_messages(args.system.as_deref());
+                messages.push(json!({ "role": "user", "content": prompt }));
+                let ids = session.encode_messages(&messages)?;
+                let answer = session.answer(ids)?;
+                messages.push(json!({ "role": "assistant", "content": answer }));
+                session.save(&messages)?;
             }
-            let mut messages = session.first_messages(args.system.as_deref());
-            messages.push(json!({ "role": "user", "content": prompt }));
-            let ids = session.encode_messages(&messages)?;
-            let answer = session.answer(ids)?;
-            messages.push(json!({ "role": "assistant", "content": answer }));
-            session.save(&messages)
         }
+    }
+    match (&args.trace, session.engine.take_trace()) {
+        (Some(path), Some(trace)) => write_trace(&trace, path),
+        _ => Ok(()),
     }
 }
 
@@ -105,6 +126,12 @@ pub struct Session<'a> {
     state: Option<State>,
     /// The last prompt and its answer.
     said: Vec<u32>,
+    steering: Option<Arc<Steering>>,
+    /// Layers and positions.
+    capture: Option<(Vec<usize>, Positions)>,
+    /// When work on the current answer began.
+    pub start: Instant,
+    bandwidth: Option<f64>,
     /// Set by Ctrl-C.
     interrupted: Arc<AtomicBool>,
 }
@@ -116,16 +143,34 @@ impl<'a> Session<'a> {
         print_notices(files.notices());
         let mut progress = Progress::new("loading", Unit::Bytes);
         let mut options = args.options.engine();
-        options.load.profile = args.profile;
         options.draft = args.draft.engine();
         let mut engine = Engine::from_files(files, &options, &mut |done, total| progress.update(done, total))?;
         progress.finish();
         print_notices(engine.notices());
         let template = args.template.as_ref().map(|path| read_text(Some(path))).transpose()?;
         let grammar = args.grammar.compile(&engine)?;
+        let loading = start.elapsed();
         let state = args.load_state.as_ref().map(|path| engine.load_state(path)).transpose()?;
-        let (loading, said) = (start.elapsed(), Vec::new());
-        Ok(Session { engine, args, template, grammar, loading, state, said, interrupted: Arc::default() })
+        let steering = args.steering.steering(engine.config())?;
+        let capture = args.capture.wanted(engine.config())?;
+        let bandwidth = if args.profile { engine.model_mut().read_bandwidth() } else { None };
+        if args.trace.is_some() {
+            engine.trace(Trace::MAX_EVENTS);
+        }
+        Ok(Session {
+            engine,
+            args,
+            template,
+            grammar,
+            loading,
+            state,
+            said: Vec::new(),
+            steering,
+            capture,
+            start: Instant::now(),
+            bandwidth,
+            interrupted: Arc::default(),
+        })
     }
 
     /// From here on Ctrl-C ends an answer; pressed again before it has ended, the program.
@@ -191,12 +236,19 @@ impl<'a> Session<'a> {
         request.max_tokens = self.args.max_tokens;
         request.stop.clone_from(&self.args.stop);
         request.grammar.clone_from(&self.grammar);
+        request.steering.clone_from(&self.steering);
+        (request.timings, request.count_experts) = (self.args.profile, self.args.profile);
+        let residuals = Residuals::default();
+        let capture = |(layers, positions)| Capture { layers, positions, sink: residuals.sink() };
+        request.capture = self.capture.clone().map(capture);
+        let mut all: Vec<u32> = request.prompt.tokens().collect();
+        let tokenize = self.start.elapsed();
         let total = request.prompt.len() as u64;
         let mut progress = Progress::new("reading the prompt", Unit::Tokens);
         let (mut text, mut ids) = (String::new(), Vec::new());
         let mut printed: Result<(), std::io::Error> = Ok(());
         let (interrupted, as_json) = (&self.interrupted, self.args.json);
-        let finish = self.engine.generate(request, |event| {
+        let mut finish = self.engine.generate(request, |event| {
             if event.token.is_none() && event.finish.is_none() {
                 progress.update(event.computed as u64, total);
             } else {
@@ -210,32 +262,38 @@ impl<'a> Session<'a> {
             }
             printed.is_ok() && !interrupted.load(Ordering::SeqCst)
         })?;
+        let end = Instant::now();
         progress.finish();
         self.said.extend(&ids);
         printed?;
+        if !as_json {
+            writeln!(std::io::stdout())?;
+        }
+        if let Some(timings) = &mut finish.timings {
+            timings.add(Phase::Tokenize, tokenize, 0);
+            timings.add(Phase::Write, end.elapsed(), 0);
+        }
+        let wall = self.start.elapsed();
         if as_json {
             writeln!(std::io::stdout(), "{}", self.report(&text, &ids, &finish))?;
         } else {
-            writeln!(std::io::stdout())?;
             eprintln!("{}", summary(&finish));
+            finish.timings.iter().for_each(|timings| print_timings(timings, wall, self.bandwidth));
+            finish.experts.iter().for_each(|counts| print_experts(counts));
+        }
+        if self.capture.is_some() {
+            all.extend(&ids);
+            residuals.write(&self.args.capture_file, self.engine.config().dim, &all)?;
         }
         if let Some(stats) = self.engine.expert_stats().filter(|_| !as_json) {
             eprintln!("{}", experts(&stats));
         }
-        self.print_profile();
         Ok(text)
-    }
-
-    fn print_profile(&mut self) {
-        let profile = self.engine.model_mut().take_profile();
-        for (phase, time, calls) in profile.phases() {
-            eprintln!("{phase:>14} {:>10.1} ms {calls:>8} calls", time.as_secs_f64() * 1e3);
-        }
     }
 
     fn report(&self, text: &str, ids: &[u32], finish: &Finish) -> Value {
         let s = &finish.stats;
-        json!({
+        let mut report = json!({
             "text": text,
             "tokens": ids,
             "finish_reason": finish.reason.name(),
@@ -262,7 +320,14 @@ impl<'a> Session<'a> {
                 "drafted_tokens": s.drafted_tokens,
                 "accepted_tokens": s.accepted_tokens,
             },
-        })
+        });
+        if let Some(timings) = &finish.timings {
+            report["profile"] = timings_json(timings, self.bandwidth);
+        }
+        if let Some(counts) = &finish.experts {
+            report["experts"] = counts.layers().map(|layer| json!(layer)).collect();
+        }
+        report
     }
 }
 

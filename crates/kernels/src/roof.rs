@@ -2,6 +2,7 @@
 
 use crate::exec::Exec;
 use crate::isa::Kernel;
+use crate::memory::Memory;
 use crate::simd::{LANES, Simd};
 use std::hint::black_box;
 use std::time::{Duration, Instant};
@@ -12,10 +13,13 @@ const BYTES: usize = 256 << 20;
 /// Bytes of a task: what four panels of a large matrix have.
 const TASK: usize = 1 << 18;
 
-/// Bytes a second that all threads read from memory together, the best of some passes over 256 MiB.
+/// Bytes a second that all threads read from memory together, the best of some passes over 256 MiB that are kept as
+/// weights are. 0 where there is no memory for them.
 pub fn read_bandwidth(exec: &Exec) -> f64 {
-    let data = vec![1.0f32; BYTES / 4];
-    let parts: Vec<&[f32]> = data.chunks(TASK / 4).collect();
+    let Some(mut data) = Memory::zeroed(BYTES) else { return 0.0 };
+    // Pages that were never written are all the same one.
+    exec.pool.for_each_part(&mut data, TASK, &|_, part| part.fill(1));
+    let parts: Vec<&[u8]> = data.chunks(TASK).collect();
     best(Duration::from_millis(300), || {
         exec.pool.for_each(parts.len(), &|i| exec.isa.run(Read(parts[i])));
         BYTES as f64
@@ -57,7 +61,7 @@ const ROUNDS: usize = 20_000;
 /// Sums that do not wait for one another.
 const CHAINS: usize = 12;
 
-struct Read<'a>(&'a [f32]);
+struct Read<'a>(&'a [u8]);
 
 impl Kernel for Read<'_> {
     #[inline(always)]
@@ -67,13 +71,13 @@ impl Kernel for Read<'_> {
         let quarter = self.0.len() / 4;
         let (a, b) = self.0.split_at(2 * quarter);
         let ((a, b), (c, d)) = (a.split_at(quarter), b.split_at(quarter));
-        let [a, b, c, d] = [a, b, c, d].map(|x| x.as_chunks::<{ 2 * LANES }>().0);
+        let [a, b, c, d] = [a, b, c, d].map(|x| x.as_chunks::<{ 2 * LANES * 4 }>().0);
         for (((a, b), c), d) in a.iter().zip(b).zip(c).zip(d) {
             let streams = [a, b, c, d];
             let mut i = 0;
             while i < 8 {
-                // SAFETY: 16 of the chunk's elements.
-                acc[i] = s.add(acc[i], unsafe { s.load(streams[i / 2].as_ptr().add(i % 2 * LANES)) });
+                // SAFETY: 16 of the chunk's floats, which need no alignment and may be any bits.
+                acc[i] = s.add(acc[i], unsafe { s.load(streams[i / 2].as_ptr().cast::<f32>().add(i % 2 * LANES)) });
                 i += 1;
             }
         }

@@ -44,10 +44,17 @@ pub trait Backend {
     fn disown(&self, _matrix: Self::Matrix) -> Vec<u8> {
         Vec::new()
     }
+    /// Says that experts were waited for until now: for those who measure.
+    fn waited_for_experts(&self) {}
     /// Whether the matrix no longer reads the bytes it was made from.
     fn copies(&self, matrix: &Self::Matrix) -> bool;
     /// Shape and bytes of a matrix: rows, columns, bytes that a product reads.
     fn describe(&self, matrix: &Self::Matrix) -> (usize, usize, usize);
+    /// Bytes a second that it reads from memory at best, measured, which takes a third of a second; `None` where nobody
+    /// asks how fast it is.
+    fn read_bandwidth(&self) -> Option<f64> {
+        None
+    }
 
     /// `out[i]` = the embedding of row i: a row of `table` times `scale`, or one of the batch's own embeddings.
     fn embed(&self, table: &Self::Matrix, batch: &Batch, scale: f32, out: &mut Acts);

@@ -4,7 +4,9 @@
 use crate::config::Config;
 use crate::error::Error;
 use crate::kv::SeqId;
+use crate::steering::Steering;
 use std::ops::Range;
+use std::sync::Arc;
 
 /// One row of a batch.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -140,6 +142,8 @@ pub struct Batch {
     pub deepstack: Vec<f32>,
     /// Time, height and width of each row, `[rows]`; empty: all three are the position in the sequence.
     pub positions: Vec<[u32; 3]>,
+    /// Spans whose residual something is added to, in rising order: [`Batch::steer`].
+    pub steering: Vec<(usize, Arc<Steering>)>,
 }
 
 impl Batch {
@@ -151,6 +155,20 @@ impl Batch {
         self.embeds.clear();
         self.deepstack.clear();
         self.positions.clear();
+        self.steering.clear();
+    }
+
+    /// Steers the rows of the last span. A sequence that shares blocks ([`KvCache::add_shared`](crate::KvCache)) is
+    /// steered alike from its first row to its last.
+    pub fn steer(&mut self, steering: &Arc<Steering>) {
+        if let Some(span) = self.spans.len().checked_sub(1).filter(|_| !steering.is_empty()) {
+            self.steering.push((span, steering.clone()));
+        }
+    }
+
+    /// What a span is steered by.
+    pub fn steering_of(&self, span: usize) -> Option<&Steering> {
+        Some(&*self.steering.iter().find(|(at, _)| *at == span)?.1)
     }
 
     /// Adds tokens of a sequence that holds `start` positions.
@@ -231,6 +249,21 @@ impl Batch {
         self.outputs.extend(first..self.rows.len() as u32);
     }
 
+    /// Of each span the rows and their positions, where only `n` rows are left: all, or those that get logits.
+    pub fn spans_of(&self, n: usize) -> impl Iterator<Item = (&Span, impl Iterator<Item = (usize, usize)> + use<'_>)> {
+        let all = n == self.rows.len();
+        let mut first = 0;
+        self.spans.iter().map(move |span| {
+            let own = first..first + span.rows;
+            first = own.end;
+            let (start, begin) = (own.start, span.start);
+            let place = |row: usize| self.outputs.partition_point(|&output| (output as usize) < row);
+            let left = if all { own } else { place(own.start)..place(own.end) };
+            let batch_row = move |row: usize| if all { row } else { self.outputs[row] as usize };
+            (span, left.map(move |row| (row, begin + batch_row(row) - start)))
+        })
+    }
+
     /// Ends a push whose rows begin at `first`.
     fn close(&mut self, span: Span, first: usize, outputs: Outputs) {
         self.spans.push(span);
@@ -309,4 +342,26 @@ pub(crate) fn check_positions(positions: &[[u32; 3]], n: usize, most: usize) -> 
         Some(row) => error(format!("row {row}: positions {:?} go past {most}", positions[row])),
         None => Ok(()),
     }
+}
+
+/// Whether what is added to residuals fits the model, and belongs to spans that are there.
+pub(crate) fn check_steering(batch: &Batch, config: &Config) -> Result<(), Error> {
+    let error = |what: String| Err(Error::Batch { what });
+    let mut next = 0;
+    for (span, steering) in &batch.steering {
+        if *span < next || *span >= batch.spans.len() {
+            return error(format!(
+                "steering of span {span}: spans are steered once, in rising order, and must be there"
+            ));
+        }
+        if steering.shape() != (config.n_layers, config.dim) {
+            let (layers, dim) = steering.shape();
+            let (n_layers, width) = (config.n_layers, config.dim);
+            return error(format!(
+                "span {span}: steering made for {layers} layers of width {dim}, the model has {n_layers} of {width}"
+            ));
+        }
+        next = span + 1;
+    }
+    Ok(())
 }

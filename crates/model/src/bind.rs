@@ -7,6 +7,7 @@ use crate::checkpoint::{Checkpoint, Data, Place, Tensor};
 use crate::config::{Config, MoeConfig};
 use crate::error::Error;
 use crate::quantize::{self, quantize_rows};
+use crate::timings::Phase;
 use crate::weights::{Attn, Dense, Ffn, Layer, Linear, Moe, Norm, Shared, Weights};
 use bytes::Bytes;
 use puna_kernels::{Arith, DType, MatrixSource, Pool};
@@ -71,7 +72,8 @@ pub fn fingerprint(from: &dyn Checkpoint, config: &Config) -> [u8; 32] {
     };
     add(format!("{config:?}").as_bytes());
     let mut names = from.names();
-    names.retain(|name| is_part(name));
+    // Keys and values do not depend on the output, which a model that only embeds need not have.
+    names.retain(|name| is_part(name) && !name.starts_with("output"));
     names.sort_unstable();
     for name in names {
         add(name.as_bytes());
@@ -286,7 +288,7 @@ impl Binder<'_> {
             // Some converters write it as a vector.
             Some(shape) if shape.len() == 1 => {
                 let weight = self.matrix(&format!("{gate}.weight"), &[self.config.dim])?;
-                Some(Linear { weight, bias: None })
+                Some(Linear { weight, bias: None, phase: Phase::Ffn })
             }
             Some(_) => Some(self.linear(&gate, [1, self.config.dim])?),
         };
@@ -333,14 +335,15 @@ impl Binder<'_> {
         let bias = self.matrix_values(&format!("{name}.bias"), &[n, rows])?;
         Ok((0..n).map(move |e| {
             let bias = bias.as_ref().map(|b| b[e * rows..(e + 1) * rows].to_vec());
-            Linear { weight: all.slice(e * rows..(e + 1) * rows), bias }
+            Linear { weight: all.slice(e * rows..(e + 1) * rows), bias, phase: Phase::Ffn }
         }))
     }
 
     /// `NAME.weight` and, where there is one, `NAME.bias`.
     fn linear(&self, name: &str, [rows, cols]: [usize; 2]) -> Result<Linear<Found>, Error> {
         let weight = self.matrix(&format!("{name}.weight"), &[rows, cols])?;
-        Ok(Linear { weight, bias: self.vector(&format!("{name}.bias"), rows)? })
+        let bias = self.vector(&format!("{name}.bias"), rows)?;
+        Ok(Linear { weight, bias, phase: Phase::of_projection(name) })
     }
 
     fn optional_linear(&self, name: &str, shape: [usize; 2]) -> Result<Option<Linear<Found>>, Error> {
@@ -438,7 +441,7 @@ const HARMLESS: &[&str] = &["rope_freqs", "rope.freqs", "attn_rot_embd", "rotary
 fn rows(linear: &Linear<Found>, start: usize, n: usize) -> Linear<Found> {
     let weight = linear.weight.slice(start..start + n);
     let bias = linear.bias.as_ref().map(|b| b[start..start + n].to_vec());
-    Linear { weight, bias }
+    Linear { weight, bias, phase: linear.phase }
 }
 
 /// Brings rows from the order of adjacent pairs, `(2i, 2i + 1)`, into that of halves, `(i, i + half)`, head by head,

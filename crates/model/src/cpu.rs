@@ -7,7 +7,7 @@ use crate::weights::Norm;
 use arrayvec::ArrayVec;
 use puna_kernels::ops::{self, Activation, RopeTable, Routing};
 use puna_kernels::{
-    Acts, Attention, DType, Exec, Isa, KvType, Matrix, MatrixSource, Product, attention, kv_store, matmul,
+    Acts, Attention, DType, Exec, Isa, KvType, Matrix, MatrixSource, Product, attention, kv_store, matmul, roof,
 };
 
 /// The processor's cores.
@@ -53,6 +53,10 @@ impl Backend for Cpu {
 
     fn describe(&self, matrix: &Matrix) -> (usize, usize, usize) {
         (matrix.rows(), matrix.cols(), matrix.bytes())
+    }
+
+    fn read_bandwidth(&self) -> Option<f64> {
+        Some(roof::read_bandwidth(&self.exec))
     }
 
     fn embed(&self, table: &Matrix, batch: &Batch, scale: f32, out: &mut Acts) {

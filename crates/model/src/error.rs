@@ -171,6 +171,14 @@ pub enum Error {
         /// The row or span, what was expected and what was found.
         what: String,
     },
+    /// A control vector cannot be applied as it was asked for.
+    #[error("control vector {}: {what}", shown(path))]
+    Steering {
+        /// The vector's file.
+        path: PathBuf,
+        /// What was expected and what was found.
+        what: String,
+    },
     /// Logits are asked of a model that was loaded without its output projection.
     #[error("the model was loaded without its output projection: it has hidden states, but no logits")]
     NoHead,

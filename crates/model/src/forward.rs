@@ -8,15 +8,22 @@ use crate::error::Error;
 use crate::experts::ExpertStream;
 use crate::kv::KvCache;
 use crate::moe::{MoeScratch, MoeStep, Streamed};
+use crate::steering;
 use crate::weights::{Ffn, Weights};
 use puna_kernels::ops::RopeTable;
 use puna_kernels::{Acts, Attention};
 use std::cell::RefCell;
 
-/// Sees, and may change, the residual: what steering, capture and tests hang on to.
+/// Sees what is inside a forward pass: what capture, counts of experts and tests hang on to.
 pub trait Tap {
     /// The residual `[rows, dim]` before layer `layer`; after the last one for `n_layers`.
     fn residual(&mut self, layer: usize, x: &mut Acts);
+    /// The residual `[rows, dim]` as layer `layer` leaves it: steering is in, deepstack rows are not yet, and no norm was
+    /// applied. After the last layer only the batch's outputs are left, `[outputs, dim]`, unless some tap or deepstack
+    /// needs the others.
+    fn after(&mut self, _layer: usize, _x: &Acts) {}
+    /// The experts that layer `layer` chose, `[rows, used]` in the order of rank; of as many rows as [`Tap::after`] sees.
+    fn experts(&mut self, _layer: usize, _ids: &[u32], _used: usize) {}
     /// The batch's outputs after the last norm, `[outputs, dim]`.
     fn hidden(&mut self, _h: &Acts) {}
     /// Whether it needs every row after the last layer, and not only those that get logits.
@@ -126,6 +133,7 @@ pub(crate) fn forward<B: Backend>(
                 let stream = experts.map(|experts| Streamed { experts, layer: l, next });
                 let mut moe = MoeStep { b, config, activation: c.activation, s: &mut s.moe, stream };
                 moe.forward(m, &mut s.h, &mut s.attn)?; // [rows, dim]
+                tap.experts(l, s.moe.chosen(), config.routing.used); // [rows, used]
             }
             (Ffn::Moe(_), None) => unreachable!("experts are bound only where the configuration has them"),
             (Ffn::Dense(f), _) => {
@@ -148,6 +156,8 @@ pub(crate) fn forward<B: Backend>(
             b.rms_norm_in_place(&mut s.attn, norm);
         }
         b.add(&mut s.x, &s.attn, c.residual_scale);
+        steering::apply(batch, l, &mut s.x);
+        tap.after(l, &s.x);
         if l < c.n_deepstack && !batch.deepstack.is_empty() {
             b.add_deepstack(&mut s.x, batch, l);
         }

@@ -11,6 +11,7 @@ use crate::error::Error;
 use crate::paging::Pages;
 use crate::prefix::{BlockKey, Chain};
 use crate::rope::Rope;
+use crate::steering::Steering;
 use puna_kernels::{AttnScratch, KV_BLOCK, KvBlocks, KvLayer, KvLayout, KvPlan, KvType, KvView};
 use std::collections::VecDeque;
 use std::ops::Range;
@@ -332,6 +333,16 @@ impl KvCache {
         })
     }
 
+    /// Bytes of keys and values that attention of a batch's rows reads, over all layers, each once.
+    pub(crate) fn bytes_read(&self, batch: &Batch) -> u64 {
+        let of_group = |(g, group): (usize, &Group)| {
+            let layers = self.layers.iter().filter(|(of, _)| *of == g).count();
+            let seen = batch.spans.iter().map(|s| s.start + s.rows - first_needed(group.window, s.start));
+            seen.sum::<usize>() as u64 * (layers * self.layout.layer_bytes()) as u64 / KV_BLOCK as u64
+        };
+        self.groups.iter().enumerate().map(of_group).sum()
+    }
+
     /// Positions that one sequence can have if it is alone.
     pub fn capacity(&self) -> usize {
         let fits = |group: &Group| {
@@ -401,6 +412,12 @@ impl KvCache {
     /// How long a sequence was known to become when it was last computed.
     pub(crate) fn total(&self, seq: SeqId) -> usize {
         self.slot(seq).and_then(|slot| slot.seq.as_ref()).map_or(0, |s| s.total)
+    }
+
+    /// Whether the next rows of a sequence may be steered like this: one that shares blocks is so from its beginning.
+    pub(crate) fn can_steer(&self, seq: SeqId, steering: Option<&Steering>) -> bool {
+        let chain = self.slot(seq).and_then(|slot| slot.seq.as_ref()?.chain.as_ref());
+        chain.is_none_or(|chain| chain.is_empty() || chain.is_steered_by(steering))
     }
 
     /// Forgets the positions of a sequence from `len` on. Where a window has already given back blocks that the
@@ -496,6 +513,7 @@ impl KvCache {
         if let Some(chain) = &mut s.chain {
             if s.len == 0 {
                 *chain = Chain::new(self.rope.is_long(s.total));
+                chain.set_steering(batch.steering_of(span));
             }
             let from = s.len / KV_BLOCK;
             chain.extend_from(batch, rows.clone(), self.dim);

@@ -30,7 +30,10 @@ pub mod reference;
 pub mod rope;
 mod source;
 mod state;
-pub mod timed;
+pub mod steering;
+mod timed;
+pub mod timings;
+mod trace;
 pub mod weights;
 
 pub use batch::{Batch, Grown, Outputs, Prompt, Row, Span};
@@ -46,3 +49,6 @@ pub use model::{BackendKind, LoadOptions, Model};
 pub use prefix::Chain;
 pub use source::Source;
 pub use state::State;
+pub use steering::{ControlVector, Steering};
+pub use timings::{Phase, Stopwatch, Timings};
+pub use trace::Trace;

@@ -1,7 +1,7 @@
 //! A loaded model: from a file to logits.
 
 use crate::backend::Backend;
-use crate::batch::{Batch, MAX_POSITIONS, check_positions, check_rows};
+use crate::batch::{Batch, MAX_POSITIONS, check_positions, check_rows, check_steering};
 use crate::bind::{self, Progress};
 use crate::checkpoint::Checkpoint;
 use crate::config::Config;
@@ -13,7 +13,8 @@ use crate::kv::KvCache;
 use crate::prefix::Chain;
 use crate::reference::Reference;
 use crate::state::{self, Saved, State};
-use crate::timed::{Profile, Timed};
+use crate::timed::Timed;
+use crate::timings::{Phase, Stopwatch};
 use crate::weights::Weights;
 use puna_kernels::{DType, Isa, KvType, Pool};
 use std::cell::RefCell;
@@ -45,8 +46,6 @@ pub struct LoadOptions {
     /// whole blocks of it become Q8_0. Norms, biases, routers and embeddings stay as they are, and so do weights that
     /// are quantized already.
     pub quantize: Option<DType>,
-    /// Keep time of each kind of operation, for [`Model::take_profile`].
-    pub profile: bool,
     /// Most bytes of routed experts in memory, where they are read from their files as they are needed; at least two
     /// experts. `None`: all of them are. Where all fit they are loaded as without a limit.
     pub expert_memory: Option<u64>,
@@ -63,7 +62,6 @@ impl Default for LoadOptions {
             threads,
             pack: true,
             quantize: None,
-            profile: false,
             expert_memory: None,
             head: true,
         }
@@ -79,20 +77,26 @@ pub struct Model {
     scratch: Scratch,
 }
 
-/// Whether a batch was computed.
-type Outcome = Result<(), Error>;
+/// What a forward pass is given.
+struct Step<'a> {
+    config: &'a Config,
+    batch: &'a Batch,
+    kv: &'a mut KvCache,
+    scratch: &'a mut Scratch,
+    tap: &'a mut dyn Tap,
+    watch: Option<&'a Stopwatch>,
+}
 
 /// A backend with its weights, whichever it is.
 trait Runner {
-    fn forward(&self, config: &Config, batch: &Batch, kv: &mut KvCache, s: &mut Scratch, tap: &mut dyn Tap) -> Outcome;
-    fn head(&self, config: &Config, scratch: &mut Scratch);
+    fn forward(&self, step: Step) -> Result<(), Error>;
+    fn head(&self, config: &Config, scratch: &mut Scratch, watch: Option<&Stopwatch>);
     fn has_head(&self) -> bool;
     fn threads(&self) -> usize;
     fn bytes_per_step(&self, config: &Config) -> usize;
+    fn ops_per_row(&self, config: &Config) -> (usize, usize);
     fn expert_stats(&self) -> Option<ExpertStats>;
-    fn take_profile(&self) -> Profile {
-        Profile::default()
-    }
+    fn read_bandwidth(&self) -> Option<f64>;
 }
 
 struct Run<B: Backend> {
@@ -103,46 +107,25 @@ struct Run<B: Backend> {
     experts: Option<RefCell<ExpertStream<B::Matrix>>>,
 }
 
-/// The same with a clock.
-struct TimedRun<B: Backend>(Run<Timed<B>>);
-
-impl<B: Backend> Runner for TimedRun<B> {
-    fn forward(&self, config: &Config, batch: &Batch, kv: &mut KvCache, s: &mut Scratch, tap: &mut dyn Tap) -> Outcome {
-        self.0.forward(config, batch, kv, s, tap)
-    }
-
-    fn head(&self, config: &Config, scratch: &mut Scratch) {
-        self.0.head(config, scratch);
-    }
-
-    fn has_head(&self) -> bool {
-        self.0.has_head()
-    }
-
-    fn threads(&self) -> usize {
-        self.0.threads()
-    }
-
-    fn bytes_per_step(&self, config: &Config) -> usize {
-        self.0.bytes_per_step(config)
-    }
-
-    fn expert_stats(&self) -> Option<ExpertStats> {
-        self.0.expert_stats()
-    }
-
-    fn take_profile(&self) -> Profile {
-        self.0.backend.take()
-    }
-}
-
 impl<B: Backend> Runner for Run<B> {
-    fn forward(&self, config: &Config, batch: &Batch, kv: &mut KvCache, s: &mut Scratch, tap: &mut dyn Tap) -> Outcome {
-        forward::forward(&self.backend, (config, &self.weights, self.experts.as_ref()), batch, kv, s, tap)
+    fn forward(&self, step: Step) -> Result<(), Error> {
+        let Step { config, batch, kv, scratch, tap, watch } = step;
+        let loaded = (config, &self.weights, self.experts.as_ref());
+        match watch {
+            None => forward::forward(&self.backend, loaded, batch, kv, scratch, tap),
+            Some(watch) => {
+                watch.read(Phase::Attention, kv.bytes_read(batch));
+                forward::forward(&Timed { inner: &self.backend, watch }, loaded, batch, kv, scratch, tap)
+            }
+        }
     }
 
-    fn head(&self, config: &Config, scratch: &mut Scratch) {
-        forward::head(&self.backend, (config, &self.weights), scratch);
+    fn head(&self, config: &Config, scratch: &mut Scratch, watch: Option<&Stopwatch>) {
+        let loaded = (config, &self.weights);
+        match watch {
+            None => forward::head(&self.backend, loaded, scratch),
+            Some(watch) => forward::head(&Timed { inner: &self.backend, watch }, loaded, scratch),
+        }
     }
 
     fn has_head(&self) -> bool {
@@ -157,11 +140,24 @@ impl<B: Backend> Runner for Run<B> {
         let bytes = |m: &B::Matrix| self.backend.describe(m).2;
         let used = config.moe.map_or(0, |moe| moe.routing.used);
         let streamed = self.experts.as_ref().map_or(0, |experts| experts.borrow().bytes_per_step(used));
-        self.weights.bytes_per_step(config, &bytes) + streamed
+        self.weights.per_step(config, &bytes) + streamed
+    }
+
+    fn ops_per_row(&self, config: &Config) -> (usize, usize) {
+        let ops = |m: &B::Matrix| {
+            let (rows, cols, _) = self.backend.describe(m);
+            2 * rows * cols
+        };
+        let head = if self.weights.has_head { ops(&self.weights.head().weight) } else { 0 };
+        (self.weights.per_step(config, &ops) - head, head)
     }
 
     fn expert_stats(&self) -> Option<ExpertStats> {
         self.experts.as_ref().map(|experts| experts.borrow().stats())
+    }
+
+    fn read_bandwidth(&self) -> Option<f64> {
+        self.backend.read_bandwidth()
     }
 }
 
@@ -203,13 +199,8 @@ impl Model {
                 let threads = cpu.exec().pool.threads();
                 let quantize = options.quantize.map(|dtype| (&cpu.exec().pool, dtype));
                 let weights = bind::load(&cpu, weights, quantize, own, progress);
-                if options.profile {
-                    let experts = plan.map(ExpertStream::new).transpose()?.map(RefCell::new);
-                    Box::new(TimedRun(Run { backend: Timed::new(cpu), weights, threads, experts }))
-                } else {
-                    let experts = plan.map(ExpertStream::new).transpose()?.map(RefCell::new);
-                    Box::new(Run { backend: cpu, weights, threads, experts })
-                }
+                let experts = plan.map(ExpertStream::new).transpose()?.map(RefCell::new);
+                Box::new(Run { backend: cpu, weights, threads, experts })
             }
             BackendKind::Reference => {
                 if own {
@@ -277,9 +268,10 @@ impl Model {
         self.runner.threads()
     }
 
-    /// Time of each kind of operation since the last call; empty unless [`LoadOptions::profile`] was set.
-    pub fn take_profile(&self) -> Profile {
-        self.runner.take_profile()
+    /// Bytes a second that its threads read from memory at best, measured: a third of a second, and 256 MB. `None` for
+    /// the reference.
+    pub fn read_bandwidth(&self) -> Option<f64> {
+        self.runner.read_bandwidth()
     }
 
     /// What became of wanted experts; `None` where all are in memory.
@@ -290,6 +282,12 @@ impl Model {
     /// Bytes of weights that one token reads: all but the embedding table and the experts that are not chosen.
     pub fn bytes_per_step(&self) -> usize {
         self.runner.bytes_per_step(&self.config)
+    }
+
+    /// Operations of the products with one row, two a weight: of its layers, and of the output projection, which only
+    /// rows with logits meet. Experts in memory only; attention is not counted.
+    pub fn ops_per_row(&self) -> (usize, usize) {
+        self.runner.ops_per_row(&self.config)
     }
 
     /// An empty cache for its sequences, as large as they need.
@@ -311,17 +309,31 @@ impl Model {
     }
 
     /// [`Model::forward`] with a tap on the residual. One that changes it must not be used on sequences that share blocks
-    /// ([`KvCache::add_shared`]): what it changes is no part of what blocks are known by.
+    /// ([`KvCache::add_shared`]): what it changes is no part of what blocks are known by. [`Batch::steer`] is.
     ///
     /// # Errors
     /// As [`Model::forward`].
     pub fn forward_with(&mut self, batch: &Batch, kv: &mut KvCache, tap: &mut dyn Tap) -> Result<&[f32], Error> {
+        self.forward_timed(batch, kv, tap, None)
+    }
+
+    /// [`Model::forward_with`] and a stopwatch, whose laps are the operations.
+    ///
+    /// # Errors
+    /// As [`Model::forward`].
+    pub fn forward_timed(
+        &mut self,
+        batch: &Batch,
+        kv: &mut KvCache,
+        tap: &mut dyn Tap,
+        watch: Option<&Stopwatch>,
+    ) -> Result<&[f32], Error> {
         if !self.has_head() {
             return Err(Error::NoHead);
         }
-        self.compute(batch, kv, tap)?;
+        self.compute(batch, kv, tap, watch)?;
         kv.commit(batch);
-        self.runner.head(&self.config, &mut self.scratch);
+        self.runner.head(&self.config, &mut self.scratch, watch);
         Ok(self.scratch.logits.values())
     }
 
@@ -334,9 +346,9 @@ impl Model {
         if !self.has_head() {
             return Err(Error::NoHead);
         }
-        self.compute(batch, kv, &mut ())?;
+        self.compute(batch, kv, &mut (), None)?;
         kv.rollback(batch);
-        self.runner.head(&self.config, &mut self.scratch);
+        self.runner.head(&self.config, &mut self.scratch, None);
         Ok(self.scratch.logits.values())
     }
 
@@ -346,13 +358,19 @@ impl Model {
     /// # Errors
     /// As [`Model::forward`], except [`Error::NoHead`].
     pub fn hidden(&mut self, batch: &Batch, kv: &mut KvCache) -> Result<&[f32], Error> {
-        self.compute(batch, kv, &mut ())?;
+        self.compute(batch, kv, &mut (), None)?;
         kv.commit(batch);
         Ok(self.scratch.h.values())
     }
 
     /// Everything before the logits. The batch's rows are in the cache's blocks, but not yet counted.
-    fn compute(&mut self, batch: &Batch, kv: &mut KvCache, tap: &mut dyn Tap) -> Result<(), Error> {
+    fn compute(
+        &mut self,
+        batch: &Batch,
+        kv: &mut KvCache,
+        tap: &mut dyn Tap,
+        watch: Option<&Stopwatch>,
+    ) -> Result<(), Error> {
         self.check(batch, kv)?;
         kv.prepare(batch)?;
         let (cos, sin) = (&mut self.scratch.cos, &mut self.scratch.sin);
@@ -367,7 +385,11 @@ impl Model {
                 row += 1;
             }
         }
-        let outcome = self.runner.forward(&self.config, batch, kv, &mut self.scratch, tap);
+        if let Some(watch) = watch {
+            watch.lap(Phase::Schedule);
+        }
+        let step = Step { config: &self.config, batch, kv: &mut *kv, scratch: &mut self.scratch, tap, watch };
+        let outcome = self.runner.forward(step);
         if outcome.is_err() {
             kv.rollback(batch);
         }
@@ -410,8 +432,12 @@ impl Model {
                      which rotate otherwise: it must be computed again from its beginning"
                 ));
             }
+            if !kv.can_steer(span.seq, batch.steering_of(i)) {
+                return error(format!("span {i}: its sequence shares blocks and was steered otherwise so far"));
+            }
             rows += span.rows;
         }
+        check_steering(batch, &self.config)?;
         check_positions(&batch.positions, n, MAX_POSITIONS)?;
         let deepstack = self.config.n_deepstack * batch.embeds.len();
         if !batch.deepstack.is_empty() && batch.deepstack.len() != deepstack {

@@ -45,6 +45,11 @@ pub struct MoeScratch {
 }
 
 impl MoeScratch {
+    /// The experts that the last rows went to, `[rows, used]`, in the order of rank.
+    pub fn chosen(&self) -> &[u32] {
+        &self.ids
+    }
+
     /// Sorts choices by expert, rows in rising order within an expert.
     fn sort(&mut self, n_experts: usize, used: usize) {
         let n = self.ids.len();
@@ -103,6 +108,7 @@ impl<B: Backend> MoeStep<'_, B> {
     /// Where experts are read from files, and one cannot be.
     pub fn forward(&mut self, moe: &Moe<B::Matrix>, x: &mut Acts, out: &mut Acts) -> Result<(), Error> {
         if x.rows() == 0 {
+            self.s.ids.clear();
             out.resize(0, x.cols());
             return Ok(());
         }
@@ -145,7 +151,7 @@ impl<B: Backend> MoeStep<'_, B> {
         let mut is_first = true;
         let result = loop {
             match experts.wave(b, &mut wave) {
-                Ok(true) => {}
+                Ok(true) => b.waited_for_experts(),
                 Ok(false) => break Ok(()),
                 Err(e) => break Err(e),
             }

@@ -1,13 +1,14 @@
 //! What blocks of the cache are known by: a hash of everything that their keys and values depend on.
 //!
 //! That is every row of the sequence up to the block's last one (a token's id, or the bytes of an embedding and of its
-//! deepstack rows, and the positions by which a row turns where they are not its place in the sequence), and by which of
-//! two lists of frequencies the sequence turns (longrope). A block's key is the BLAKE3 hash, of 256 bits, of the key of
+//! deepstack rows, and the positions by which a row turns where they are not its place in the sequence), by which of
+//! two lists of frequencies the sequence turns (longrope), and by what it is steered. A block's key is the BLAKE3 hash, of 256 bits, of the key of
 //! the block before it and of its own 32 rows. Blocks are found by keys alone: two different prefixes would have to
 //! collide in BLAKE3, of which no case is known, nor a way to find one.
 
 use crate::batch::{Batch, NOTHING, Prompt, Row};
 use crate::config::Config;
+use crate::steering::Steering;
 use puna_kernels::KV_BLOCK;
 
 /// The key of a whole block.
@@ -26,6 +27,8 @@ enum RowKey {
 #[derive(Clone, Debug, Default)]
 pub struct Chain {
     is_long: bool,
+    /// The key of what it is steered by.
+    steering: Option<[u8; 32]>,
     rows: Vec<RowKey>,
     keys: Vec<BlockKey>,
 }
@@ -33,7 +36,7 @@ pub struct Chain {
 impl Chain {
     /// No rows of a sequence. `is_long`: whether it turns as long ones do ([`Rope::is_long`](crate::rope::Rope::is_long)).
     pub fn new(is_long: bool) -> Chain {
-        Chain { is_long, rows: Vec::new(), keys: Vec::new() }
+        Chain { is_long, ..Chain::default() }
     }
 
     /// The rows of a prompt that begins a sequence.
@@ -75,6 +78,21 @@ impl Chain {
             self.keys.clear();
             self.fill();
         }
+    }
+
+    /// Makes it one of a sequence that is steered, or is not.
+    pub fn set_steering(&mut self, steering: Option<&Steering>) {
+        let key = steering.and_then(Steering::key);
+        if self.steering != key {
+            self.steering = key;
+            self.keys.clear();
+            self.fill();
+        }
+    }
+
+    /// Whether it is of a sequence that is steered like this.
+    pub(crate) fn is_steered_by(&self, steering: Option<&Steering>) -> bool {
+        self.steering == steering.and_then(Steering::key)
     }
 
     /// Forgets the rows from `len` on.
@@ -132,7 +150,7 @@ impl Chain {
 
     /// Becomes the first `len` rows of another.
     pub(crate) fn copy_from(&mut self, other: &Chain, len: usize) {
-        self.is_long = other.is_long;
+        (self.is_long, self.steering) = (other.is_long, other.steering);
         self.rows.clear();
         self.rows.extend_from_slice(&other.rows[..len]);
         self.keys.clear();
@@ -161,7 +179,10 @@ impl Chain {
             let mut hasher = blake3::Hasher::new();
             match self.keys.last() {
                 Some(key) => hasher.update(key),
-                None => hasher.update(&[u8::from(self.is_long)]),
+                None => match &self.steering {
+                    Some(key) => hasher.update(&[2 + u8::from(self.is_long)]).update(key),
+                    None => hasher.update(&[u8::from(self.is_long)]),
+                },
             };
             for row in block {
                 match row {

@@ -1,6 +1,7 @@
 //! A model's weights. Optional parts exist where the file has their tensors.
 
 use crate::config::Config;
+use crate::timings::Phase;
 
 /// All weights of a model.
 pub struct Weights<M> {
@@ -102,6 +103,8 @@ pub struct Linear<M> {
     pub weight: M,
     /// `[out]`.
     pub bias: Option<Vec<f32>>,
+    /// What the time of its products counts to.
+    pub phase: Phase,
 }
 
 /// A root-mean-square norm.
@@ -118,22 +121,22 @@ impl<M> Weights<M> {
         self.output.as_ref().unwrap_or(&self.tok_embd)
     }
 
-    /// Bytes of the matrices that one token reads, by what `bytes` says of each.
-    pub fn bytes_per_step(&self, config: &Config, bytes: &dyn Fn(&M) -> usize) -> usize {
-        let dense = |f: &Dense<M>| bytes(&f.gate.weight) + bytes(&f.up.weight) + bytes(&f.down.weight);
+    /// The sum over the matrices that one token reads of what `of` says of each.
+    pub fn per_step(&self, config: &Config, of: &dyn Fn(&M) -> usize) -> usize {
+        let dense = |f: &Dense<M>| of(&f.gate.weight) + of(&f.up.weight) + of(&f.down.weight);
         let layer = |layer: &Layer<M>| {
             let a = &layer.attn;
-            let attn: usize = [&a.q, &a.k, &a.v, &a.o].iter().map(|l| bytes(&l.weight)).sum();
+            let attn: usize = [&a.q, &a.k, &a.v, &a.o].iter().map(|l| of(&l.weight)).sum();
             attn + match &layer.ffn {
                 Ffn::Dense(f) => dense(f),
                 Ffn::Moe(m) => {
                     let used = config.moe.map_or(0, |moe| moe.routing.used);
                     let shared = m.shared.as_ref().map_or(0, |s| dense(&s.ffn));
-                    bytes(&m.router.weight) + shared + m.experts.iter().take(used).map(dense).sum::<usize>()
+                    of(&m.router.weight) + shared + m.experts.iter().take(used).map(dense).sum::<usize>()
                 }
             }
         };
-        let head = if self.has_head { bytes(&self.head().weight) } else { 0 };
+        let head = if self.has_head { of(&self.head().weight) } else { 0 };
         head + self.layers.iter().map(layer).sum::<usize>()
     }
 
@@ -227,6 +230,6 @@ impl<M> Dense<M> {
 
 impl<M> Linear<M> {
     fn map<N>(self, f: &mut impl FnMut(M) -> N) -> Linear<N> {
-        Linear { weight: f(self.weight), bias: self.bias }
+        Linear { weight: f(self.weight), bias: self.bias, phase: self.phase }
     }
 }

@@ -5,17 +5,21 @@
 
 use crate::engine::Engine;
 use crate::error::Error;
+use crate::inside;
 use crate::pooling::Pooling;
-use puna_model::{Batch, KvCache, Outputs, SeqId};
+use puna_model::{Batch, KvCache, Outputs, Phase, SeqId, Steering};
 use std::borrow::Cow;
+use std::sync::Arc;
 
 /// How texts become embeddings; `None` is what the model's files say.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[derive(Clone, Debug, Default, PartialEq)]
 pub struct EmbedOptions {
     /// Where the files say nothing: `last` if the tokenizer puts an end token after a text, else `mean`.
     pub pooling: Option<Pooling>,
     /// Whether a vector is divided by its length. Where the files say nothing, it is not.
     pub normalize: Option<bool>,
+    /// What is added to the residual of texts.
+    pub steering: Option<Arc<Steering>>,
 }
 
 impl Engine {
@@ -23,7 +27,7 @@ impl Engine {
     /// projection ([`puna_model::LoadOptions::head`]).
     ///
     /// # Errors
-    /// What [`ModelFiles::embedding`](crate::ModelFiles::embedding) has to refuse; [`Error::Embed`] names the text that
+    /// What [`ModelFiles::embedding`](crate::ModelFiles::embedding) has to refuse; [`Error::Steering`]; [`Error::Embed`] names the text that
     /// [`Engine::check_text`] refuses, before any is computed, or whose embedding is not finite; and when a batch cannot
     /// be computed.
     pub fn embed(&mut self, texts: &[Vec<u32>], options: &EmbedOptions) -> Result<Vec<Vec<f32>>, Error> {
@@ -38,6 +42,8 @@ impl Engine {
     /// As [`Engine::embed`].
     pub fn embedding<'a>(&self, texts: Cow<'a, [Vec<u32>]>, options: &EmbedOptions) -> Result<Embedding<'a>, Error> {
         let (pooling, normalize) = self.resolve(options)?;
+        let steering = options.steering.clone();
+        inside::check_steering(steering.as_deref(), self.config())?;
         for (index, text) in texts.iter().enumerate() {
             self.check_text(text).map_err(|e| of_text(index, e))?;
         }
@@ -45,7 +51,7 @@ impl Engine {
         // Texts leave nothing behind: they have a cache of their own, of the length of the longest at most.
         let kv = self.model.kv_cache(self.kv.kind());
         let dim = self.config().dim;
-        let work = Work { texts, pooling, normalize, dim, running: Vec::new(), next: 0, embeddings };
+        let work = Work { texts, steering, pooling, normalize, dim, running: Vec::new(), next: 0, embeddings };
         Ok(Embedding { work, kv })
     }
 
@@ -58,8 +64,10 @@ impl Engine {
         if self.batch.rows.is_empty() {
             return Ok(true);
         }
+        self.watch.lap(Phase::Write);
         let states = self.model.hidden(&self.batch, &mut job.kv)?;
         job.work.pool(states, &mut job.kv)?;
+        self.watch.lap(Phase::Other);
         Ok(job.work.is_done())
     }
 
@@ -132,6 +140,7 @@ impl Embedding<'_> {
 /// Texts on their way to embeddings, in order: at most one of them is ever computed in part.
 struct Work<'a> {
     texts: Cow<'a, [Vec<u32>]>,
+    steering: Option<Arc<Steering>>,
     pooling: Pooling,
     normalize: bool,
     dim: usize,
@@ -186,6 +195,7 @@ impl Work<'_> {
             batch.push(text.seq, start, &ids[start..text.done], outputs);
             // The whole length decides how positions rotate, whatever part of it is computed.
             batch.spans[at].total = ids.len();
+            self.steering.iter().for_each(|steering| batch.steer(steering));
         }
     }
 
@@ -261,7 +271,7 @@ mod tests {
         std::fs::write(&broken, bytes).unwrap();
         let mut engine =
             Engine::load(&broken, &EngineOptions { chunk: 8, ..EngineOptions::default() }, &mut |_, _| {}).unwrap();
-        let options = EmbedOptions { pooling: Some(Pooling::Mean), normalize: None };
+        let options = EmbedOptions { pooling: Some(Pooling::Mean), ..EmbedOptions::default() };
         let good = [vec![9, 8], vec![1; 30], vec![7; 3]];
         let expected = engine.embed(&good, &options).unwrap();
         assert_eq!(engine.kv.bytes_held(), 0);

@@ -8,6 +8,7 @@ use crate::draft::{DraftOptions, DraftStats, Drafting};
 use crate::error::Error;
 use crate::files::ModelFiles;
 use crate::grammar::Grammars;
+use crate::inside::{self, Watch};
 use crate::pace::Pace;
 use crate::pooling::Declared;
 use crate::request::{Event, Finish, FinishReason, MAX_SAMPLES, Request, RequestId};
@@ -17,7 +18,7 @@ use crate::sequence::{Sequence, Setting};
 use puna_kernels::{KV_BLOCK, KvType};
 use puna_model::batch::MAX_POSITIONS;
 use puna_model::bind::Progress;
-use puna_model::{Batch, Chain, Config, Error as ModelError, ExpertStats, KvCache, LoadOptions, Model};
+use puna_model::{Batch, Chain, Config, Error as ModelError, ExpertStats, KvCache, LoadOptions, Model, Phase};
 use puna_text::Tokenizer;
 use std::path::PathBuf;
 use std::sync::{Arc, OnceLock};
@@ -107,6 +108,7 @@ pub struct Engine {
     pub(crate) drafting: Option<Drafting>,
     scratch: Scratch,
     events: Vec<Event>,
+    pub(crate) watch: Watch,
 }
 
 impl Engine {
@@ -139,6 +141,7 @@ impl Engine {
             notices.push(format!("sequences have at most {ctx} positions of {wish}: the KV cache holds no more"));
         }
         let mut engine = Engine {
+            watch: Watch::new(model.config()),
             kv,
             notices,
             ctx,
@@ -306,9 +309,11 @@ impl Engine {
             return Err(Error::ForeignGrammar);
         }
         prompt.check(config)?;
-        let chain = Chain::of(prompt, config, config.rope.is_long(prompt.len()));
+        inside::check(&request, config)?;
+        let mut chain = Chain::of(prompt, config, config.rope.is_long(prompt.len()));
+        chain.set_steering(request.steering.as_deref());
         let id = RequestId(self.next_id);
-        let setting = Setting { vocab, ctx: self.ctx, tokenizer: self.tokenizer.clone() };
+        let setting = Setting { config, ctx: self.ctx, tokenizer: self.tokenizer.clone() };
         let sequence = Sequence::new(id, request, chain, &setting)?;
         self.next_id += 1;
         insert(&mut self.waiting, sequence);
@@ -344,7 +349,9 @@ impl Engine {
     /// one of a file that the experts of a batch's sequences are read from; others go on.
     pub fn step(&mut self) -> Result<&[Event], Error> {
         self.events.clear();
+        self.watch.begin_step(&mut self.running, &self.waiting);
         let work = self.schedule();
+        self.watch.set_shares(&self.batch, &mut self.running);
         if self.batch.rows.is_empty() {
             // There is room for one at least, unless the system has no memory for it.
             let out_of_memory = puna_model::Error::OutOfMemory { what: "the KV cache" };
@@ -352,7 +359,8 @@ impl Engine {
         }
         let vocab = self.model.config().vocab_size;
         let start = Instant::now();
-        let logits = match self.model.forward(&self.batch, &mut self.kv) {
+        let (mut tap, watch) = self.watch.tap(&self.batch, &mut self.running);
+        let logits = match self.model.forward_timed(&self.batch, &mut self.kv, &mut tap, watch) {
             Ok(logits) => logits,
             Err(e @ (ModelError::Changed { .. } | ModelError::Io { .. } | ModelError::Experts { .. })) => {
                 self.fail_batch(&e);
@@ -360,9 +368,12 @@ impl Engine {
             }
             Err(e) => return Err(e.into()),
         };
+        tap.finish();
         let now = Instant::now();
         let time = self.clock.as_mut().map_or(now - start, |clock| clock(work));
         self.pace.record(work, time);
+        self.watch.share_out(&mut self.running);
+        let watch = self.watch.watch();
         let mut rows = logits.chunks_exact(vocab);
         let mut right = 0;
         for (i, span) in self.batch.spans.iter().enumerate() {
@@ -378,18 +389,19 @@ impl Engine {
                 }
                 continue;
             }
+            sequence.inside.lap(watch, Phase::Sampling);
             if sequence.missing() > 0 {
                 continue;
             }
             let logits = rows.next().expect("a whole sequence asked for logits");
             let siblings = sequence.split(&mut self.kv);
-            self.events.push(sequence.sample(logits, &mut self.scratch, now));
+            self.events.push(sequence.sample(logits, &mut self.scratch, (now, watch)));
             // Its draft, as far as it is what is chosen.
             let mut accepted = 0;
             for logits in rows.by_ref().take(span.draft) {
                 if sequence.accept_draft(accepted) {
                     accepted += 1;
-                    self.events.push(sequence.sample(logits, &mut self.scratch, now));
+                    self.events.push(sequence.sample(logits, &mut self.scratch, (now, watch)));
                 }
             }
             if let Some(drafting) = self.drafting.as_mut().filter(|_| span.draft > 0) {
@@ -398,7 +410,7 @@ impl Engine {
                 right += accepted;
             }
             for mut sibling in siblings {
-                self.events.push(sibling.sample(logits, &mut self.scratch, now));
+                self.events.push(sibling.sample(logits, &mut self.scratch, (now, watch)));
                 insert(&mut self.running, sibling);
             }
         }
@@ -410,6 +422,8 @@ impl Engine {
             let time = if self.clock.is_some() { time } else { drafting.step_time(time) };
             drafting.wager.record(work, time, right);
         }
+        let is_idle = self.is_idle();
+        self.watch.end_step(&self.batch, is_idle);
         Ok(&self.events)
     }
 

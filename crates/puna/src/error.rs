@@ -80,6 +80,36 @@ pub enum Error {
         /// Most there can be.
         most: usize,
     },
+    /// The residual after a layer that the model does not have.
+    #[error("layer {layer} cannot be captured: the model has {n_layers}, from 0 on")]
+    CaptureLayer {
+        /// The layer.
+        layer: usize,
+        /// How many there are.
+        n_layers: usize,
+    },
+    /// A direction of a control vector after a layer that has none.
+    #[error("layer {layer} has no direction: those of the model are of layers 1 to {}", n_layers - 1)]
+    DirectionLayer {
+        /// The layer.
+        layer: usize,
+        /// How many there are.
+        n_layers: usize,
+    },
+    /// A control vector of nothing.
+    #[error("there are no pairs of prompts to make a control vector of")]
+    NoPairs,
+    /// Steering that was made for another model.
+    #[error(
+        "the steering was made for {} layers of width {}, the model has {} of {}",
+        found.0, found.1, expected.0, expected.1
+    )]
+    Steering {
+        /// Layers and width that it was made for.
+        found: (usize, usize),
+        /// Those of the model.
+        expected: (usize, usize),
+    },
     /// A token id that the model does not have.
     #[error("token id {id} is out of range: the vocabulary has {vocab}")]
     TokenId {

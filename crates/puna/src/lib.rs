@@ -25,6 +25,7 @@ pub mod engine;
 pub mod error;
 pub mod files;
 pub mod grammar;
+pub mod inside;
 mod pace;
 pub mod pooling;
 pub mod request;
@@ -32,6 +33,7 @@ pub mod sampler;
 mod scheduler;
 mod sequence;
 pub mod states;
+mod train;
 
 pub use chat::{Chat, ChatEnd, Conversation};
 pub use convert::{Conversion, ConvertOptions};
@@ -41,9 +43,12 @@ pub use engine::{Engine, EngineOptions, Status};
 pub use error::Error;
 pub use files::ModelFiles;
 pub use grammar::{Grammar, Grammars, ToolChoice, ToolGrammar};
+pub use inside::{Capture, Captured, ExpertCounts, Positions};
 pub use pooling::{Declared, Pooling};
 pub use request::{Event, Finish, FinishReason, Logprobs, Request, RequestId, Stats};
 pub use states::StateFolder;
 
 pub use puna_kernels::{Isa, KvType, Pool};
-pub use puna_model::{BackendKind, ExpertStats, LoadOptions, Prompt, Row, State};
+pub use puna_model::{
+    BackendKind, ControlVector, ExpertStats, LoadOptions, Phase, Prompt, Row, State, Steering, Timings, Trace, steering,
+};

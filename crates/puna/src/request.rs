@@ -2,8 +2,10 @@
 
 use crate::error::Error;
 use crate::grammar::Grammar;
+use crate::inside::{Capture, ExpertCounts};
 use crate::sampler::{SamplingParams, TokenLogprob};
-use puna_model::Prompt;
+use puna_model::{Prompt, Steering, Timings};
+use std::sync::Arc;
 use std::time::Duration;
 
 /// A request in an [`Engine`](crate::Engine).
@@ -42,6 +44,14 @@ pub struct Request {
     /// Control tokens whose text is part of the answer's text, such as the markers of a
     /// [`ReplyFormat`](puna_text::ReplyFormat::markers).
     pub shown: Vec<String>,
+    /// What is added to its residual.
+    pub steering: Option<Arc<Steering>>,
+    /// Whether residuals are wanted, and whose.
+    pub capture: Option<Capture>,
+    /// Whether [`Finish::experts`] tells how often each expert was chosen.
+    pub count_experts: bool,
+    /// Whether [`Finish::timings`] tells where its time went.
+    pub timings: bool,
 }
 
 /// Most answers of a request.
@@ -63,6 +73,10 @@ impl Request {
             prompt_logprobs: None,
             grammar: None,
             shown: Vec::new(),
+            steering: None,
+            capture: None,
+            count_experts: false,
+            timings: false,
         }
     }
 }
@@ -105,6 +119,13 @@ pub struct Finish {
     pub reason: FinishReason,
     /// Counts and times.
     pub stats: Stats,
+    /// Where the time from arrival to the end went, if that was asked for. Operations of a step count to its requests by
+    /// their parts of its rows; [`Phase::Other`](crate::Phase::Other) is what went to the rows of others. Of several
+    /// answers each counts the prompt.
+    pub timings: Option<Box<Timings>>,
+    /// How often each expert was chosen, if that was asked for and there are any. Of several answers the first counts
+    /// the prompt.
+    pub experts: Option<Box<ExpertCounts>>,
 }
 
 /// Why a request ended.

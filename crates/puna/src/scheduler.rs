@@ -123,7 +123,7 @@ impl Engine {
         missing.clear();
         for (at, s) in self.running.iter().enumerate().filter(|(_, s)| !s.is_generating()) {
             // Where two begin alike, the second waits for what the first computes, and adopts it.
-            if s.scores_prompt() || !prompts.iter().any(|&before| s.follows(&self.running[before])) {
+            if s.needs_rows() || !prompts.iter().any(|&before| s.follows(&self.running[before])) {
                 prompts.push(at);
                 missing.push((s.priority, s.most_rows(self.model.config().vocab_size)));
             }

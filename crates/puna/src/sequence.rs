@@ -3,10 +3,11 @@
 use crate::draft::{AnswerId, Guess, MAX_DRAFT, Text, Want};
 use crate::error::Error;
 use crate::grammar::State;
+use crate::inside::Inside;
 use crate::request::{Event, Finish, FinishReason, Logprobs, Request, RequestId, Stats};
 use crate::sampler::{LogSoftmax, SampleError, Sampler, SamplingParams, Scratch};
 use puna_model::rope::Rope;
-use puna_model::{Batch, Chain, Grown, KvCache, Prompt, Row, SeqId};
+use puna_model::{Batch, Chain, Config, Grown, KvCache, Phase, Prompt, Row, SeqId, Stopwatch};
 use puna_text::{StopMatcher, StopStep, TokenStream, Tokenizer};
 use std::cmp::Reverse;
 use std::collections::BTreeSet;
@@ -29,6 +30,7 @@ pub(crate) struct Sequence {
     pub siblings: Vec<Sequence>,
     /// What may come next.
     pub guess: Guess,
+    pub inside: Inside,
     prompt: Arc<Prompt>,
     answer: Vec<u32>,
     /// What its rows are.
@@ -74,22 +76,23 @@ struct Scores {
 const MAX_SCORES: usize = 16 << 20;
 
 /// What all sequences of an engine have in common.
-pub(crate) struct Setting {
-    pub vocab: usize,
+pub(crate) struct Setting<'a> {
+    pub config: &'a Config,
     pub ctx: usize,
     pub tokenizer: Option<Arc<Tokenizer>>,
 }
 
 impl Sequence {
     /// The answers to a request: one, which the others wait in. `chain`: what the prompt's rows are.
-    pub fn new(id: RequestId, request: Request, chain: Chain, setting: &Setting) -> Result<Sequence, Error> {
+    pub fn new(id: RequestId, mut request: Request, chain: Chain, setting: &Setting) -> Result<Sequence, Error> {
+        let now = Instant::now();
+        let inside = Inside::of(&mut request, setting.config);
         let eog = setting.tokenizer.as_ref().map(|t| t.eog_ids().clone()).unwrap_or_default();
         let banned = request.stop_token_ids.iter().filter(|_| !request.sampling.ignore_eos);
         let ids: Vec<u32> = eog.iter().chain(banned).copied().collect();
-        let mut sampler = Sampler::new(&request.sampling, setting.vocab, &ids)?;
+        let mut sampler = Sampler::new(&request.sampling, setting.config.vocab_size, &ids)?;
         request.prompt.tokens().for_each(|id| sampler.accept_prompt(&[id]));
         let (prompt_len, delta) = (request.prompt.len(), request.prompt.position_delta());
-        let now = Instant::now();
         let skip_special = request.skip_special;
         let stream = || {
             let new = |t| TokenStream::continuing(t).skip_special(skip_special).show(&request.shown);
@@ -104,6 +107,7 @@ impl Sequence {
             is_finished: false,
             siblings: Vec::new(),
             guess: Guess::default(),
+            inside,
             prompt: Arc::new(request.prompt),
             answer: Vec::new(),
             chain,
@@ -126,12 +130,13 @@ impl Sequence {
         for sample in 1..request.n {
             let seed = Some(first.sampler.seed().wrapping_add(sample as u64));
             let sampling = SamplingParams { seed, ..request.sampling.clone() };
-            let mut sampler = Sampler::new(&sampling, setting.vocab, &ids)?;
+            let mut sampler = Sampler::new(&sampling, setting.config.vocab_size, &ids)?;
             first.prompt.tokens().for_each(|id| sampler.accept_prompt(&[id]));
             let sibling = Sequence {
                 sample,
                 siblings: Vec::new(),
                 guess: Guess::default(),
+                inside: first.inside.sibling(),
                 prompt: first.prompt.clone(),
                 answer: Vec::new(),
                 chain: Chain::default(),
@@ -152,6 +157,11 @@ impl Sequence {
     /// Rows, computed or not.
     pub fn len(&self) -> usize {
         self.prompt.len() + self.answer.len()
+    }
+
+    /// Rows of the prompt.
+    pub fn prompt_len(&self) -> usize {
+        self.prompt.len()
     }
 
     /// Rows that are not computed.
@@ -208,8 +218,13 @@ impl Sequence {
     }
 
     /// Whether rows of the prompt are still to be scored: all of them have to be computed.
-    pub fn scores_prompt(&self) -> bool {
+    fn scores_prompt(&self) -> bool {
         self.scores.as_ref().is_some_and(|scores| scores.rows.len() < self.prompt.len())
+    }
+
+    /// Whether what is in the cache of the rows that are missing is of no use.
+    pub fn needs_rows(&self) -> bool {
+        self.scores_prompt() || self.inside.needs_rows(self.len())
     }
 
     /// Missing rows that one step may compute, of a vocabulary's size.
@@ -234,9 +249,10 @@ impl Sequence {
         Want { text, most, draft: &mut self.guess.tokens }
     }
 
-    /// Most tokens of a draft: as many as can come before its last one, and none where rotation would depend on them.
+    /// Most tokens of a draft: as many as can come before the answer's last one; none where rotation would depend on
+    /// them, or somebody would see rows that do not come.
     pub fn most_draft(&self, rope: &Rope) -> usize {
-        if self.answer.is_empty() || !self.is_generating() {
+        if self.answer.is_empty() || !self.is_generating() || self.inside.sees_rows() {
             return 0;
         }
         let most = self.limit.saturating_sub(self.len() + 1).min(MAX_DRAFT);
@@ -245,7 +261,7 @@ impl Sequence {
 
     /// Takes what is in the cache of the rows that are missing.
     pub fn adopt(&mut self, kv: &mut KvCache) {
-        if self.scores_prompt() {
+        if self.needs_rows() {
             return;
         }
         let len = kv.adopt(self.seq, &self.chain, self.len());
@@ -269,6 +285,9 @@ impl Sequence {
         batch.push_grown(self.seq, &grown, self.computed..end, dim);
         let scored = self.scored(self.computed..end).map(|row| (first + row - self.computed) as u32);
         batch.outputs.extend(scored);
+        if let Some(steering) = &self.inside.steering {
+            batch.steer(steering);
+        }
         if end == self.len() {
             batch.outputs.push(batch.rows.len() as u32 - 1);
             batch.draft(&self.guess.tokens, self.delta);
@@ -320,14 +339,20 @@ impl Sequence {
             sibling.cached = self.cached;
             sibling.preemptions = self.preemptions;
             sibling.times = self.times;
+            sibling.inside.fork(&self.inside);
         }
         siblings
     }
 
-    /// Chooses the next token from the logits of the last one.
-    pub fn sample(&mut self, logits: &[f32], scratch: &mut Scratch, now: Instant) -> Event {
+    /// Chooses the next token from the logits of the last one, which came at `now`.
+    pub fn sample(
+        &mut self,
+        logits: &[f32],
+        scratch: &mut Scratch,
+        (now, watch): (Instant, Option<&Stopwatch>),
+    ) -> Event {
         let prompt_logprobs = self.scores.take().map(|scores| scores.rows).unwrap_or_default();
-        Event { prompt_logprobs, ..self.go_on(logits, scratch, now) }
+        Event { prompt_logprobs, ..self.go_on(logits, scratch, (now, watch)) }
     }
 
     /// Whether the draft's token `at` is the one that was chosen: its row counts as computed then.
@@ -337,11 +362,13 @@ impl Sequence {
         is_right
     }
 
-    fn go_on(&mut self, logits: &[f32], scratch: &mut Scratch, now: Instant) -> Event {
+    fn go_on(&mut self, logits: &[f32], scratch: &mut Scratch, (now, watch): (Instant, Option<&Stopwatch>)) -> Event {
         if self.len() >= self.limit {
             return self.finish(FinishReason::Length);
         }
-        let (token, logprobs) = match self.choose(logits, scratch) {
+        let chosen = self.choose(logits, scratch, watch);
+        self.inside.lap(watch, Phase::Sampling);
+        let (token, logprobs) = match chosen {
             Ok(chosen) => chosen,
             Err(e) => return self.finish(FinishReason::Error(e)),
         };
@@ -359,9 +386,13 @@ impl Sequence {
             Ok(is_complete) => is_complete == Some(true),
             Err(e) => return Event { token: Some(token), logprobs, ..self.finish(FinishReason::Error(e)) },
         };
+        if self.grammar.is_some() {
+            self.inside.lap(watch, Phase::Grammar);
+        }
         let piece = self.stream.as_mut().and_then(|s| s.push(token)).unwrap_or_default();
         let counts = self.answer.len() > self.min_tokens;
         let step = if counts { self.stop.push(&piece) } else { StopStep { text: piece, stopped: None } };
+        self.inside.lap(watch, Phase::Detokenize);
         let event = if step.stopped.is_some() || is_complete {
             self.finish(FinishReason::Stop)
         } else if self.len() >= self.limit {
@@ -373,8 +404,16 @@ impl Sequence {
     }
 
     /// The next token, and how likely it was if that is asked for.
-    fn choose(&mut self, logits: &[f32], scratch: &mut Scratch) -> Result<(u32, Option<Logprobs>), Error> {
+    fn choose(
+        &mut self,
+        logits: &[f32],
+        scratch: &mut Scratch,
+        watch: Option<&Stopwatch>,
+    ) -> Result<(u32, Option<Logprobs>), Error> {
         let allowed = self.grammar.as_mut().map(State::mask).transpose()?;
+        if allowed.is_some() {
+            self.inside.lap(watch, Phase::Grammar);
+        }
         let token = self.sampler.sample_among(logits, allowed, scratch)?;
         let logprobs = self.logprobs.map(|n| logprobs(logits, token, n, scratch)).transpose()?;
         Ok((token, logprobs))
@@ -403,7 +442,10 @@ impl Sequence {
             text = self.stop.push(&tail).text;
             text.push_str(&self.stop.finish());
         }
-        Event { text, finish: Some(Finish { reason, stats: self.stats() }), ..self.progress() }
+        let stats = self.stats();
+        let timings = self.inside.close(stats.queue_time, self.times.arrival.elapsed());
+        let finish = Finish { reason, stats, timings, experts: self.inside.experts.take() };
+        Event { text, finish: Some(finish), ..self.progress() }
     }
 
     fn stats(&self) -> Stats {

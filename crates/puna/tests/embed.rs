@@ -32,7 +32,7 @@ fn engine(name: &str, threads: usize, chunk: usize) -> Engine {
 }
 
 fn pooled(pooling: Pooling) -> EmbedOptions {
-    EmbedOptions { pooling: Some(pooling), normalize: None }
+    EmbedOptions { pooling: Some(pooling), ..EmbedOptions::default() }
 }
 
 fn text(n: usize, seed: u32) -> Vec<u32> {
@@ -72,7 +72,7 @@ fn alone_or_in_company() {
     for name in ["llama-gqa", "mistral-swa", "mixtral-moe", "llama-bias-yarn"] {
         for pooling in Pooling::ALL {
             for normalize in [Some(false), Some(true)] {
-                let how = EmbedOptions { pooling: Some(pooling), normalize };
+                let how = EmbedOptions { pooling: Some(pooling), normalize, ..EmbedOptions::default() };
                 let mut alone = engine(name, 1, 512);
                 let one = |text: &Vec<u32>| alone.embed(std::slice::from_ref(text), &how).unwrap().remove(0);
                 let expected: Vec<Vec<f32>> = ragged().iter().map(one).collect();
@@ -97,7 +97,7 @@ fn what_is_pooled() {
     let states: Vec<Vec<f32>> = (1..=long.len()).map(|n| embed(&long[..n], Pooling::Last)).collect();
     let mean = |i: usize| (states.iter().map(|s| f64::from(s[i])).sum::<f64>() / long.len() as f64) as f32;
     assert_eq!(embed(&long, Pooling::Mean), (0..first.len()).map(mean).collect::<Vec<f32>>());
-    let unit = EmbedOptions { pooling: Some(Pooling::Mean), normalize: Some(true) };
+    let unit = EmbedOptions { normalize: Some(true), ..pooled(Pooling::Mean) };
     let unit = engine.embed(&[long], &unit).unwrap().remove(0);
     let square: f64 = unit.iter().map(|&x| f64::from(x) * f64::from(x)).sum();
     assert!((square - 1.0).abs() < 1e-6, "{square}");
@@ -313,7 +313,7 @@ fn folders_say_how() {
     let mut engine = load(dir.path(), &options(1, 64));
     assert_eq!(engine.resolve(&EmbedOptions::default()).unwrap(), (Pooling::Last, true));
     let own = engine.embed(&ragged(), &EmbedOptions::default()).unwrap();
-    let asked = EmbedOptions { pooling: Some(Pooling::Last), normalize: Some(true) };
+    let asked = EmbedOptions { normalize: Some(true), ..pooled(Pooling::Last) };
     assert_eq!(bits(&own), bits(&engine.embed(&ragged(), &asked).unwrap()));
     write(&dir, "modules.json", &modules(module("Dense", "2_Dense")));
     assert!(how(&dir).unwrap_err().contains("Dense"));

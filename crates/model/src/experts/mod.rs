@@ -367,7 +367,7 @@ impl<M> ExpertStream<M> {
         let mut linear = |i: usize| {
             let matrix = &expert.matrices[i];
             let weight = b.owned(matrix.dtype, matrix.shape, std::mem::take(&mut buffers[i]));
-            Linear { weight, bias: matrix.bias.clone() }
+            Linear { weight, bias: matrix.bias.clone(), phase: crate::timings::Phase::Ffn }
         };
         Dense { gate: linear(0), up: linear(1), down: linear(2) }
     }

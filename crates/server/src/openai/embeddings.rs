@@ -66,7 +66,7 @@ impl EmbeddingRequest {
 
     /// How the engine is asked: vectors are of length 1.
     pub fn options(&self) -> EmbedOptions {
-        EmbedOptions { pooling: None, normalize: Some(true) }
+        EmbedOptions { normalize: Some(true), ..EmbedOptions::default() }
     }
 
     /// The answer: a vector for each text, in their order.
