@@ -239,6 +239,16 @@ impl Batch {
         self.fill_positions();
     }
 
+    /// Lets the last span go on by tokens that may not come, each with logits; they turn as those of [`Batch::extend`]. A
+    /// sequence's rotation (longrope) must not depend on whether they come.
+    pub fn draft(&mut self, tokens: &[u32], delta: i64) {
+        let first = self.rows.len() as u32;
+        self.extend(tokens, delta);
+        let Some(span) = self.spans.last_mut() else { return };
+        span.draft += tokens.len();
+        self.outputs.extend(first..self.rows.len() as u32);
+    }
+
     /// Of each span the rows and their positions, where only `n` rows are left: all, or those that get logits.
     pub fn spans_of(&self, n: usize) -> impl Iterator<Item = (&Span, impl Iterator<Item = (usize, usize)> + use<'_>)> {
         let all = n == self.rows.len();
@@ -252,16 +262,6 @@ impl Batch {
             let batch_row = move |row: usize| if all { row } else { self.outputs[row] as usize };
             (span, left.map(move |row| (row, begin + batch_row(row) - start)))
         })
-    }
-
-    /// Lets the last span go on by tokens that may not come, each with logits; they turn as those of [`Batch::extend`]. A
-    /// sequence's rotation (longrope) must not depend on whether they come.
-    pub fn draft(&mut self, tokens: &[u32], delta: i64) {
-        let first = self.rows.len() as u32;
-        self.extend(tokens, delta);
-        let Some(span) = self.spans.last_mut() else { return };
-        span.draft += tokens.len();
-        self.outputs.extend(first..self.rows.len() as u32);
     }
 
     /// Ends a push whose rows begin at `first`.

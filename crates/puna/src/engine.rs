@@ -394,6 +394,8 @@ impl Engine {
                 continue;
             }
             let logits = rows.next().expect("a whole sequence asked for logits");
+            // Counted before anything is said: the answer may end with any of these tokens.
+            sequence.guess.drafted += span.draft;
             let siblings = sequence.split(&mut self.kv);
             self.events.push(sequence.sample(logits, &mut self.scratch, (now, watch)));
             // Its draft, as far as it is what is chosen.

@@ -99,11 +99,6 @@ pub(crate) struct Inside {
 }
 
 impl Inside {
-    /// Whether it tells of every row that is computed: none may be a guess then.
-    pub fn tells_of_rows(&self) -> bool {
-        self.capture.is_some() || self.experts.is_some()
-    }
-
     /// What a request asks for.
     pub fn of(request: &mut Request, config: &Config) -> Inside {
         Inside {
@@ -138,6 +133,11 @@ impl Inside {
     pub fn needs_rows(&self, len: usize) -> bool {
         let all = self.capture.as_ref().is_some_and(|capture| capture.positions != Positions::Last);
         all && self.captured + 1 < len
+    }
+
+    /// Whether rows that may not come would be seen: such a sequence has no drafts.
+    pub fn sees_rows(&self) -> bool {
+        self.experts.is_some() || self.capture.as_ref().is_some_and(|capture| capture.positions == Positions::All)
     }
 
     /// The time since the last lap goes to a phase, of this sequence if it asks.

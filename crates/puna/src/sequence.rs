@@ -28,9 +28,9 @@ pub(crate) struct Sequence {
     pub is_finished: bool,
     /// Other answers, which begin when the prompt is computed.
     pub siblings: Vec<Sequence>,
-    pub inside: Inside,
     /// What may come next.
     pub guess: Guess,
+    pub inside: Inside,
     prompt: Arc<Prompt>,
     answer: Vec<u32>,
     /// What its rows are.
@@ -106,8 +106,8 @@ impl Sequence {
             computed: 0,
             is_finished: false,
             siblings: Vec::new(),
-            inside,
             guess: Guess::default(),
+            inside,
             prompt: Arc::new(request.prompt),
             answer: Vec::new(),
             chain,
@@ -135,8 +135,8 @@ impl Sequence {
             let sibling = Sequence {
                 sample,
                 siblings: Vec::new(),
-                inside: first.inside.sibling(),
                 guess: Guess::default(),
+                inside: first.inside.sibling(),
                 prompt: first.prompt.clone(),
                 answer: Vec::new(),
                 chain: Chain::default(),
@@ -249,9 +249,10 @@ impl Sequence {
         Want { text, most, draft: &mut self.guess.tokens }
     }
 
-    /// Most tokens of a draft: as many as can come before its last one, and none where rotation would depend on them.
+    /// Most tokens of a draft: as many as can come before the answer's last one; none where rotation would depend on
+    /// them, or somebody would see rows that do not come.
     pub fn most_draft(&self, rope: &Rope) -> usize {
-        if self.answer.is_empty() || !self.is_generating() || self.inside.tells_of_rows() {
+        if self.answer.is_empty() || !self.is_generating() || self.inside.sees_rows() {
             return 0;
         }
         let most = self.limit.saturating_sub(self.len() + 1).min(MAX_DRAFT);
@@ -358,6 +359,7 @@ impl Sequence {
     pub fn accept_draft(&mut self, at: usize) -> bool {
         let is_right = !self.is_finished && self.guess.tokens.get(at) == self.answer.last();
         self.computed += usize::from(is_right);
+        self.guess.accepted += usize::from(is_right);
         is_right
     }
 

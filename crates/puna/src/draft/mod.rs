@@ -171,8 +171,6 @@ impl Drafting {
 
     /// A draft of a sequence was verified.
     pub fn settle(&mut self, guess: &mut Guess, drafted: usize, accepted: usize) {
-        guess.drafted += drafted;
-        guess.accepted += accepted;
         guess.odds.record(drafted, accepted);
         self.wager.odds.record(drafted, accepted);
         self.stats.drafts += 1;
