@@ -5,6 +5,7 @@ use clap::{Args, ValueEnum};
 use puna::steering::Part;
 use puna::{Captured, ControlVector, ExpertCounts, Positions, Steering, Timings, Trace};
 use puna_model::Config;
+use puna_server::openai::Vectors;
 use safetensors::Dtype;
 use safetensors::tensor::TensorView;
 use std::collections::BTreeMap;
@@ -43,6 +44,18 @@ impl SteeringArgs {
         let parts: Vec<Part> = vectors.iter().map(|(vector, strength)| part((vector, *strength))).collect();
         if parts.is_empty() { Ok(None) } else { Ok(Some(Arc::new(Steering::new(config, &parts)?))) }
     }
+}
+
+/// Control vectors by name, for requests to choose from. What they are called is all that errors tell of them.
+pub fn open_vectors(named: &[(String, String)]) -> Result<Vectors, Error> {
+    let vectors = Vectors::default();
+    for (name, path) in named {
+        let vector = ControlVector::open(path)?;
+        if !vectors.add(name, ControlVector::new(name, vector.directions().clone())?) {
+            return Err(Error::Input(format!("two control vectors are called {name:?}")));
+        }
+    }
+    Ok(vectors)
 }
 
 /// `FILE:STRENGTH` or a file, which may have a colon in its name.

@@ -230,6 +230,14 @@ fn logit_bias(text: &str) -> Result<(u32, f32), String> {
     }
 }
 
+/// `NAME=VALUE`.
+pub fn name_and_value(text: &str) -> Result<(String, String), String> {
+    match text.split_once('=') {
+        Some((name, value)) if !name.is_empty() && !value.is_empty() => Ok((name.to_owned(), value.to_owned())),
+        _ => Err("expected a name, =, and what it stands for".to_owned()),
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::size;

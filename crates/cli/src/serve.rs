@@ -1,7 +1,8 @@
 //! `puna serve`: models behind OpenAI's interface.
 
 use crate::error::Error;
-use crate::options::{DraftArgs, RunOptions};
+use crate::inside::open_vectors;
+use crate::options::{DraftArgs, RunOptions, name_and_value};
 use crate::tokenize::read_text;
 use clap::{Args, ValueEnum};
 use puna_server::{Keys, Limits, Options};
@@ -17,7 +18,7 @@ pub struct ServeArgs {
     #[arg(required_unless_present = "alias")]
     models: Vec<PathBuf>,
     /// Another name for a model, or a name for one that is loaded from a path; may be repeated
-    #[arg(long, value_name = "NAME=MODEL", value_parser = alias)]
+    #[arg(long, value_name = "NAME=MODEL", value_parser = name_and_value)]
     alias: Vec<(String, String)>,
     /// Use this chat template (Jinja) in place of the models'
     #[arg(long, value_name = "FILE")]
@@ -35,6 +36,15 @@ pub struct ServeArgs {
     /// Let pages of this origin read answers; * is every origin; may be repeated
     #[arg(long, value_name = "ORIGIN")]
     cors: Vec<String>,
+    /// Control vector (GGUF) that requests may name in steering; may be repeated
+    #[arg(long, value_name = "NAME=FILE", value_parser = name_and_value)]
+    control_vector: Vec<(String, String)>,
+    /// Let clients upload and delete control vectors
+    #[arg(long)]
+    allow_uploads: bool,
+    /// Measure what memory gives at best, so that timings tell their part of it
+    #[arg(long)]
+    profile: bool,
     #[command(flatten)]
     limits: LimitArgs,
     /// How to write the log, on standard error
@@ -87,13 +97,6 @@ enum LogFormat {
     Json,
 }
 
-fn alias(text: &str) -> Result<(String, String), String> {
-    match text.split_once('=') {
-        Some((name, model)) if !name.is_empty() && !model.is_empty() => Ok((name.to_owned(), model.to_owned())),
-        _ => Err("expected NAME=MODEL".to_owned()),
-    }
-}
-
 /// Serves until the process is told to end.
 pub fn run(args: &ServeArgs) -> Result<(), Error> {
     start_log(args);
@@ -141,6 +144,9 @@ impl ServeArgs {
             port: self.port,
             keys,
             cors: self.cors.clone(),
+            vectors: open_vectors(&self.control_vector)?,
+            uploads: self.allow_uploads,
+            profile: self.profile,
             limits: Limits {
                 max_tokens: limits.max_tokens.map(|n| n as usize),
                 queue: limits.max_queue as usize,

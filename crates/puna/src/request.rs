@@ -6,7 +6,7 @@ use crate::inside::{Capture, ExpertCounts};
 use crate::sampler::{SamplingParams, TokenLogprob};
 use puna_model::{Prompt, Steering, Timings};
 use std::sync::Arc;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 /// A request in an [`Engine`](crate::Engine).
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
@@ -52,6 +52,8 @@ pub struct Request {
     pub count_experts: bool,
     /// Whether [`Finish::timings`] tells where its time went.
     pub timings: bool,
+    /// Since when it waits; `None`: since [`Engine::add`](crate::Engine::add).
+    pub arrival: Option<Instant>,
 }
 
 /// Most answers of a request.
@@ -77,6 +79,7 @@ impl Request {
             capture: None,
             count_experts: false,
             timings: false,
+            arrival: None,
         }
     }
 }

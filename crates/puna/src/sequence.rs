@@ -85,7 +85,7 @@ pub(crate) struct Setting<'a> {
 impl Sequence {
     /// The answers to a request: one, which the others wait in. `chain`: what the prompt's rows are.
     pub fn new(id: RequestId, mut request: Request, chain: Chain, setting: &Setting) -> Result<Sequence, Error> {
-        let now = Instant::now();
+        let now = request.arrival.unwrap_or_else(Instant::now);
         let inside = Inside::of(&mut request, setting.config);
         let eog = setting.tokenizer.as_ref().map(|t| t.eog_ids().clone()).unwrap_or_default();
         let banned = request.stop_token_ids.iter().filter(|_| !request.sampling.ignore_eos);

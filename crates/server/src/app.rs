@@ -4,7 +4,7 @@ use crate::error::Error;
 use crate::http::Guarded;
 use crate::metrics::{HttpMetrics, ModelMetrics, render};
 use crate::models::{Model, Models};
-use crate::openai::{ApiError, Card, Kind};
+use crate::openai::{ApiError, Card, Kind, Vectors};
 use crate::options::{Keys, Limits, Options};
 use axum::body::Body;
 use serde_json::{Value, json};
@@ -18,6 +18,9 @@ pub(crate) struct App {
     pub models: Models,
     pub keys: Keys,
     pub limits: Limits,
+    pub vectors: Vectors,
+    /// Whether clients may add control vectors.
+    pub uploads: bool,
     pub metrics: HttpMetrics,
     /// A permit for each KiB of a body that is being read.
     bodies: Arc<Semaphore>,
@@ -40,6 +43,8 @@ impl App {
             models,
             keys: options.keys.clone(),
             limits: options.limits,
+            vectors: options.vectors.clone(),
+            uploads: options.uploads,
             metrics: HttpMetrics::default(),
             bodies: Arc::new(Semaphore::new(budget)),
             draining: AtomicBool::new(false),

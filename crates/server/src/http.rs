@@ -21,6 +21,11 @@ pub(crate) struct Guarded {
 }
 
 impl Guarded {
+    /// The bytes, which count no more.
+    pub fn into_bytes(self) -> Vec<u8> {
+        self.bytes
+    }
+
     /// The JSON in it.
     ///
     /// # Errors

@@ -3,8 +3,8 @@
 
 use puna::draft::{DraftStats, MAX_DRAFT};
 use std::fmt::Write;
-use std::sync::LazyLock;
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
+use std::sync::{LazyLock, OnceLock};
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 /// Since when there have been no adapters, in seconds since 1970.
@@ -20,9 +20,9 @@ impl Counter {
         self.0.fetch_add(n as u64, Relaxed);
     }
 
-    /// What somebody else has counted.
-    pub fn set(&self, n: usize) {
-        self.0.store(n as u64, Relaxed);
+    /// What somebody else counts.
+    pub fn set(&self, n: u64) {
+        self.0.store(n, Relaxed);
     }
 
     pub fn get(&self) -> u64 {
@@ -129,6 +129,8 @@ pub(crate) struct ModelMetrics {
     pub max_tokens: Histogram,
     pub answers: Histogram,
     pub step_rows: Histogram,
+    /// How often each expert was chosen, by layer; empty without experts.
+    pub experts: OnceLock<Vec<Vec<Counter>>>,
 }
 
 /// Reasons of [`ModelMetrics::ended`].
@@ -168,16 +170,17 @@ impl Default for ModelMetrics {
             max_tokens: counts(),
             answers: counts(),
             step_rows: counts(),
+            experts: OnceLock::new(),
         }
     }
 }
 
 impl ModelMetrics {
     pub fn set_drafts(&self, stats: &DraftStats) {
-        self.drafts.set(stats.drafts);
-        self.drafted_tokens.set(stats.drafted);
-        self.accepted_tokens.set(stats.accepted);
-        self.accepted_at.iter().zip(stats.accepted_at).for_each(|(counter, n)| counter.set(n));
+        self.drafts.set(stats.drafts as u64);
+        self.drafted_tokens.set(stats.drafted as u64);
+        self.accepted_tokens.set(stats.accepted as u64);
+        self.accepted_at.iter().zip(stats.accepted_at).for_each(|(counter, n)| counter.set(n as u64));
     }
 }
 
@@ -260,7 +263,7 @@ pub(crate) struct HttpMetrics {
     pub closed: Counter,
 }
 
-const STATUSES: [u16; 11] = [200, 204, 400, 401, 404, 405, 408, 413, 429, 500, 503];
+const STATUSES: [u16; 12] = [200, 204, 400, 401, 403, 404, 405, 408, 413, 429, 500, 503];
 
 impl HttpMetrics {
     pub fn response(&self, status: u16) {
@@ -323,6 +326,16 @@ pub(crate) fn render(http: &HttpMetrics, models: &[(&str, &ModelMetrics)]) -> St
         family.write(&mut out, &format!("puna_{}", family.name), models);
         if let Some(name) = family.vllm {
             family.write(&mut out, &format!("vllm:{name}"), models);
+        }
+    }
+    let name = "puna_expert_tokens_total";
+    head(&mut out, name, "counter", "How often an expert was chosen for a token");
+    for (i, (model, metrics)) in models.iter().enumerate() {
+        let labels = format!("model_name=\"{}\",engine=\"{i}\"", escaped(model));
+        for (layer, counters) in metrics.experts.get().into_iter().flatten().enumerate() {
+            for (expert, counter) in counters.iter().enumerate() {
+                line(&mut out, name, &format!("{labels},layer=\"{layer}\",expert=\"{expert}\""), counter.get());
+            }
         }
     }
     let name = "vllm:cache_config_info";

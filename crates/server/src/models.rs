@@ -11,6 +11,7 @@ use std::path::{Path, PathBuf};
 use std::sync::mpsc::{Receiver, Sender, channel};
 use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 use std::thread::JoinHandle;
+use std::time::Instant;
 use tokio::sync::{OwnedSemaphorePermit, Semaphore, mpsc, oneshot};
 
 /// A model that is served, or will be when it is loaded.
@@ -102,7 +103,8 @@ impl Model {
         let permit = self.place(job.requests.iter().map(|request| request.n).sum())?;
         let (accepted, answer) = oneshot::channel();
         let (sender, events) = mpsc::unbounded_channel();
-        let requests = std::mem::take(&mut job.requests);
+        let mut requests = std::mem::take(&mut job.requests);
+        requests.iter_mut().for_each(|request| request.arrival = Some(Instant::now()));
         self.send(Command::Generate { name, requests, accepted, events: sender })?;
         let answer = answer.await.map_err(self.has_gone())?;
         answer.map_err(|e| ApiError::of_engine("", &e))?;
@@ -234,7 +236,7 @@ impl Models {
 }
 
 fn load(model: &Model, path: &Path, options: &Options) -> Result<Engine, puna::Error> {
-    let start = std::time::Instant::now();
+    let start = Instant::now();
     let files = ModelFiles::open(path)?;
     files.notices().iter().for_each(|notice| tracing::warn!(model = model.id, "{notice}"));
     let mut engine = Engine::from_files(files, &options.engine, &mut |_, _| {})?;
@@ -242,8 +244,12 @@ fn load(model: &Model, path: &Path, options: &Options) -> Result<Engine, puna::E
     let (limit, kv) = (engine.status().kv_limit, options.engine.kv);
     let block = engine.model_mut().kv_cache(kv).block_bytes();
     model.metrics.blocks.set((limit / block.max(1)) as f64);
-    let mut card = Card::new(&model.id, &engine, &options.engine);
-    card.max_tokens = options.limits.max_tokens;
+    let vectors = options.vectors.clone();
+    let unfit = vectors.each(|name, vector| vector.check(engine.config()).err().map(|e| (name.to_owned(), e)));
+    unfit.iter().for_each(|(name, e)| tracing::warn!(model = model.id, vector = name, "{e}"));
+    let bandwidth = if options.profile { engine.model_mut().read_bandwidth() } else { None };
+    let card = Card::new(&model.id, &engine, &options.engine);
+    let mut card = Card { max_tokens: options.limits.max_tokens, vectors, bandwidth, ..card };
     if let Some(template) = &options.template {
         card.chat = card.chat.with_template(template.clone());
     }

@@ -1,6 +1,7 @@
 //! How a server is set up.
 
 use crate::error::Error;
+use crate::openai::Vectors;
 use puna::EngineOptions;
 use std::net::{IpAddr, Ipv4Addr};
 use std::path::{Path, PathBuf};
@@ -25,6 +26,12 @@ pub struct Options {
     pub keys: Keys,
     /// Origins whose pages may read answers: none, some, or `*`.
     pub cors: Vec<String>,
+    /// Control vectors that requests may name.
+    pub vectors: Vectors,
+    /// Whether clients may add control vectors.
+    pub uploads: bool,
+    /// Whether what memory gives at best is measured when a model is loaded, so that timings tell their part of it.
+    pub profile: bool,
     /// Limits.
     pub limits: Limits,
 }
@@ -41,6 +48,9 @@ impl Options {
             port: 8080,
             keys: Keys::default(),
             cors: Vec::new(),
+            vectors: Vectors::default(),
+            uploads: false,
+            profile: false,
             limits: Limits::default(),
         }
     }

@@ -28,6 +28,8 @@ pub(crate) fn routes() -> Vec<(&'static str, MethodRouter<Arc<App>>)> {
         ("/v1/embeddings", post(embeddings)),
         ("/v1/models", get(models)),
         ("/v1/models/{id}", get(model)),
+        ("/v1/control-vectors", get(vectors)),
+        ("/v1/control-vectors/{name}", post(upload).delete(remove)),
         ("/tokenize", post(tokenize)),
         ("/detokenize", post(detokenize)),
         ("/tokenizer_info", get(tokenizer_info)),
@@ -88,14 +90,14 @@ async fn completions(State(app): Shared, extensions: Extensions, body: Body) -> 
 async fn embeddings(State(app): Shared, body: Body) -> Answer {
     let body = app.read(body).await?;
     let shared = app.clone();
-    let (model, card, request, texts) = blocking(move || {
+    let (model, card, request, (texts, options)) = blocking(move || {
         let request = EmbeddingRequest::read(&body.json()?)?;
         let (model, card) = shared.pick(request.model.as_deref())?;
-        let texts = request.texts(&card)?;
-        Ok((model, card, request, texts))
+        let (texts, options) = (request.texts(&card)?, request.options(&card)?);
+        Ok((model, card, request, (texts, options)))
     })
     .await?;
-    let embedding = model.embed(texts.clone(), request.options());
+    let embedding = model.embed(texts.clone(), options);
     let late = |_| ApiError::new(Kind::Timeout, "the answer took too long").code("request_timeout");
     let embeddings = tokio::time::timeout(app.limits.request, embedding).await.map_err(late)??;
     Ok(json(StatusCode::OK, &request.body(&card, &texts, embeddings)))
@@ -109,6 +111,30 @@ async fn models(State(app): Shared) -> Answer {
 
 async fn model(State(app): Shared, Path(id): Path<String>) -> Answer {
     Ok(json(StatusCode::OK, &app.models.find(&id)?.card()?.listed()))
+}
+
+async fn vectors(State(app): Shared) -> Response {
+    json(StatusCode::OK, &object!({ "object": "list", "data": app.vectors.listed() }))
+}
+
+/// Whoever may upload decides what others can ask for, and takes memory: the server has to be told to allow it.
+fn allow_uploads(app: &App) -> Result<(), ApiError> {
+    let off =
+        || ApiError::new(Kind::Forbidden, "this server takes no uploads: see --allow-uploads").code("uploads_off");
+    app.uploads.then_some(()).ok_or_else(off)
+}
+
+async fn upload(State(app): Shared, Path(name): Path<String>, body: Body) -> Answer {
+    allow_uploads(&app)?;
+    let body = app.read(body).await?;
+    let value = blocking(move || app.vectors.upload(&name, body.into_bytes())).await?;
+    Ok(json(StatusCode::OK, &value))
+}
+
+async fn remove(State(app): Shared, Path(name): Path<String>) -> Answer {
+    allow_uploads(&app)?;
+    app.vectors.remove(&name)?;
+    Ok(json(StatusCode::OK, &object!({ "id": name, "object": "control_vector", "deleted": true })))
 }
 
 /// A request that needs no engine.

@@ -3,7 +3,7 @@
 //! Nobody else touches an engine. A request whose receiver is gone is cancelled before the next step; where there is
 //! nothing to compute the thread sleeps until a command comes.
 
-use crate::metrics::ModelMetrics;
+use crate::metrics::{Counter, ModelMetrics};
 use puna::{EmbedOptions, Embedding, Engine, Error, Event, Finish, FinishReason, Request, RequestId};
 use std::borrow::Cow;
 use std::collections::{HashMap, VecDeque};
@@ -285,6 +285,12 @@ impl Worker {
         metrics.kv_cached.set(status.kv_cached as f64);
         metrics.kv_limit.set(status.kv_limit as f64);
         metrics.set_drafts(&status.drafts);
+        if let Some(counts) = self.engine.experts() {
+            let new = || (0..counts.n_experts()).map(|_| Counter::default()).collect();
+            let layers = metrics.experts.get_or_init(|| counts.layers().map(|_| new()).collect());
+            let pairs = layers.iter().zip(counts.layers()).flat_map(|(to, from)| to.iter().zip(from));
+            pairs.for_each(|(counter, count)| counter.set(*count));
+        }
     }
 }
 

@@ -1,6 +1,7 @@
 //! Lines of a batch: what they ask for, and under which name.
 
 use crate::error::Error;
+use puna::EmbedOptions;
 use puna_server::openai::chat::ChatRequest;
 use puna_server::openai::completions::CompletionRequest;
 use puna_server::openai::embeddings::EmbeddingRequest;
@@ -54,7 +55,7 @@ pub enum Task {
     /// For the engine's steps.
     Generate(Vec<puna::Request>, Box<dyn Assemble>),
     /// Texts as token ids.
-    Embed(EmbeddingRequest, Vec<Vec<u32>>),
+    Embed(EmbeddingRequest, Vec<Vec<u32>>, EmbedOptions),
 }
 
 impl Input {
@@ -135,8 +136,8 @@ impl Question {
             "/v1/completions" => CompletionRequest::read(&self.body)?.job(card)?,
             "/v1/embeddings" => {
                 let request = EmbeddingRequest::read(&self.body)?;
-                let texts = request.texts(card)?;
-                return Ok(Task::Embed(request, texts));
+                let (texts, options) = (request.texts(card)?, request.options(card)?);
+                return Ok(Task::Embed(request, texts, options));
             }
             other => {
                 let what = format!(

@@ -4,7 +4,8 @@ mod input;
 mod output;
 
 use crate::error::Error;
-use crate::options::{DraftArgs, RunOptions, print_notices};
+use crate::inside::open_vectors;
+use crate::options::{DraftArgs, RunOptions, name_and_value, print_notices};
 use crate::progress::{Progress, Unit};
 use clap::Args;
 use input::{Input, Line, Task};
@@ -31,6 +32,9 @@ pub struct BatchArgs {
     /// Most answers that are worked on at once
     #[arg(long, value_name = "N", default_value_t = 128, value_parser = clap::value_parser!(u16).range(1..))]
     parallel: u16,
+    /// Control vector (GGUF) that questions may name in steering; may be repeated
+    #[arg(long, value_name = "NAME=FILE", value_parser = name_and_value)]
+    control_vector: Vec<(String, String)>,
     #[command(flatten)]
     draft: DraftArgs,
     #[command(flatten)]
@@ -53,7 +57,8 @@ pub fn run(args: &BatchArgs) -> Result<(), Error> {
     let mut engine = Engine::from_files(files, &options, &mut |done, total| loading.update(done, total))?;
     loading.finish();
     print_notices(engine.notices());
-    let card = Card::new(puna_server::model_name(&args.model), &engine, &options);
+    let vectors = open_vectors(&args.control_vector)?;
+    let card = Card { vectors, ..Card::new(puna_server::model_name(&args.model), &engine, &options) };
 
     let interrupted = Arc::new(AtomicBool::new(false));
     let flag = interrupted.clone();
@@ -142,6 +147,7 @@ struct Texts {
     len: u64,
     request: EmbeddingRequest,
     ids: Vec<Vec<u32>>,
+    options: EmbedOptions,
 }
 
 impl Batch {
@@ -201,11 +207,11 @@ impl Batch {
             return Ok(());
         }
         match result.and_then(|question| question.task(&self.card)) {
-            Ok(Task::Embed(request, ids)) => {
-                if self.work.texts.first().is_some_and(|texts| texts.request.options() != request.options()) {
+            Ok(Task::Embed(request, ids, options)) => {
+                if self.work.texts.first().is_some_and(|texts| texts.options != options) {
                     self.embed(engine)?;
                 }
-                self.work.texts.push(Texts { place, len: line.len, request, ids });
+                self.work.texts.push(Texts { place, len: line.len, request, ids, options });
                 Ok(())
             }
             Ok(Task::Generate(requests, answer)) => match self.work.add(engine, line, place, requests, answer) {
@@ -220,12 +226,12 @@ impl Batch {
     fn embed(&mut self, engine: &mut Engine) -> Result<(), Error> {
         let mut group = std::mem::take(&mut self.work.texts);
         while let Some(first) = group.first() {
-            let options: EmbedOptions = first.request.options();
+            let options = first.options.clone();
             let texts: Vec<Vec<u32>> = group.iter().flat_map(|texts| &texts.ids).cloned().collect();
             match engine.embed(&texts, &options) {
                 Ok(vectors) => {
                     let mut vectors = vectors.into_iter();
-                    for Texts { place, len, request, ids } in group.drain(..) {
+                    for Texts { place, len, request, ids, .. } in group.drain(..) {
                         let body = request.body(&self.card, &ids, vectors.by_ref().take(ids.len()).collect());
                         self.work.prompt_tokens += ids.iter().map(Vec::len).sum::<usize>();
                         self.work.done(&mut self.output, &place, len, Ok(body))?;

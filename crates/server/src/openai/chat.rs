@@ -7,6 +7,7 @@ use crate::openai::reply::Replies;
 use crate::openai::{ApiError, Card, Fields, Generation, chat_answer, messages, tool_text};
 use puna::{ChatEnd, Conversation};
 use serde_json::{Map, Value, json};
+use std::time::Instant;
 
 /// A conversation and what of it a template gets.
 #[derive(Clone, Debug)]
@@ -219,12 +220,16 @@ impl ChatRequest {
         let tools = self.talk.tools.as_ref().and_then(Value::as_array).map_or(&[][..], Vec::as_slice);
         let constraint = self.generation.constraint.as_ref();
         let replies = Replies::new(card, tools, &ids, constraint);
+        let start = Instant::now();
         request.grammar = constraint.map(|constraint| constraint.compile_reply(card, &replies)).transpose()?;
-        request.shown = replies.markers();
         if !tools.is_empty() {
             request.grammar = Some(replies.grammar(card, tools, &self.tool_choice, self.parallel)?);
         }
-        let answer = chat_answer::new(card, self, &request, &replies, ids);
+        let grammar = start.elapsed();
+        request.shown = replies.markers();
+        request.steering = self.generation.inside.steering.steering(card)?;
+        let account = self.generation.inside.account(card, grammar);
+        let answer = chat_answer::new(card, self, &request, &replies, (ids, account));
         Ok(Job { requests: vec![request], answer })
     }
 }

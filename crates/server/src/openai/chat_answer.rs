@@ -1,15 +1,22 @@
 //! The answer to a chat, as a whole or in pieces.
 
-use crate::openai::answer::{Answer, Assemble, Header, Stream, Tokens, Usage, finish_reason, timings, unique};
+use crate::openai::answer::{Answer, Assemble, Header, Stream, Tokens, Usage, finish_reason, unique};
 use crate::openai::chat::ChatRequest;
+use crate::openai::inside::Account;
 use crate::openai::reply::{Message, Replies, delta};
 use crate::openai::{ApiError, Card, StreamOptions, logprobs};
-use puna::{Event, Request, Stats};
+use puna::{Event, Request};
 use puna_text::{Delta, ReplyParser};
 use serde_json::{Map, Value, json};
 
 /// What becomes of what the engine says to `request`, whose prompt is `ids`.
-pub(crate) fn new(card: &Card, chat: &ChatRequest, request: &Request, replies: &Replies, ids: Vec<u32>) -> Answer {
+pub(crate) fn new(
+    card: &Card,
+    chat: &ChatRequest,
+    request: &Request,
+    replies: &Replies,
+    (ids, account): (Vec<u32>, Account),
+) -> Answer {
     let header = |object| Header {
         id: unique("chatcmpl-"),
         object,
@@ -27,13 +34,13 @@ pub(crate) fn new(card: &Card, chat: &ChatRequest, request: &Request, replies: &
             let choice =
                 |reader| Choice { reader, message: Message::default(), logprobs: logprobs.clone(), finish: "stop" };
             let (header, choices) = (header("chat.completion"), readers.map(choice).collect());
-            let whole = Whole { header, tokens, ids, choices, usage, prompt_logprobs: None, stats: None };
+            let whole = Whole { header, tokens, ids, choices, usage, prompt_logprobs: None, account };
             Answer::Whole(Box::new(whole))
         }
         Some(options) => {
             let choices = readers.map(|reader| Piecewise { reader, has_begun: false }).collect();
             let header = header("chat.completion.chunk");
-            Answer::Stream(Box::new(Chunks { header, tokens, choices, usage, options, left: n, stats: None }))
+            Answer::Stream(Box::new(Chunks { header, tokens, choices, usage, options, left: n, account }))
         }
     }
 }
@@ -91,7 +98,7 @@ struct Whole {
     choices: Vec<Choice>,
     usage: Usage,
     prompt_logprobs: Option<Value>,
-    stats: Option<Stats>,
+    account: Account,
 }
 
 impl Assemble for Whole {
@@ -106,7 +113,7 @@ impl Assemble for Whole {
         if !event.prompt_logprobs.is_empty() {
             self.prompt_logprobs = Some(logprobs::prompt(self.tokens.tokenizer(), &self.ids, &event.prompt_logprobs));
         }
-        self.stats = self.stats.or(event.finish.as_ref().map(|finish| finish.stats));
+        self.account.take(event);
         Ok(())
     }
 
@@ -117,9 +124,7 @@ impl Assemble for Whole {
         if let Some(logprobs) = self.prompt_logprobs.take() {
             body["prompt_logprobs"] = logprobs;
         }
-        if let Some(stats) = &self.stats {
-            body["timings"] = timings(stats);
-        }
+        self.account.put(&mut body);
         body
     }
 }
@@ -138,7 +143,7 @@ struct Chunks {
     options: StreamOptions,
     /// Answers that have not ended.
     left: usize,
-    stats: Option<Stats>,
+    account: Account,
 }
 
 impl Chunks {
@@ -175,12 +180,12 @@ impl Stream for Chunks {
         for delta in deltas {
             chunks.push(self.chunk(event.sample, delta, entry.take(), None));
         }
-        if let (Some(reason), Some(finish)) = (finish, &event.finish) {
-            self.stats = self.stats.or(Some(finish.stats));
+        self.account.take(event);
+        if let Some(reason) = finish {
             self.left = self.left.saturating_sub(1);
             let mut chunk = self.chunk(event.sample, json!({}), None, Some(reason));
-            if let (0, Some(stats)) = (self.left, &self.stats) {
-                chunk["timings"] = timings(stats);
+            if self.left == 0 {
+                self.account.put(&mut chunk);
             }
             chunks.push(chunk);
         }
@@ -191,9 +196,7 @@ impl Stream for Chunks {
         if self.options.include_usage {
             let mut chunk = self.header.with(Vec::new());
             chunk["usage"] = self.usage.value();
-            if let Some(stats) = &self.stats {
-                chunk["timings"] = timings(stats);
-            }
+            self.account.put(&mut chunk);
             chunks.push(chunk);
         }
     }

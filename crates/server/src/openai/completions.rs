@@ -1,14 +1,16 @@
 //! `/v1/completions`: texts and token ids, continued as they are.
 
-use crate::openai::answer::{Answer, Assemble, Header, Job, Stream, Tokens, Usage, finish_reason, timings, unique};
+use crate::openai::answer::{Answer, Assemble, Header, Job, Stream, Tokens, Usage, finish_reason, unique};
 use crate::openai::fields::expected;
 use crate::openai::generation::{MAX_LOGPROBS, ids};
+use crate::openai::inside::Account;
 use crate::openai::logprobs::{self, Lists, exact_text};
 use crate::openai::{ApiError, Card, Fields, Generation, StreamOptions};
 use puna::request::MAX_SAMPLES;
-use puna::{Event, Logprobs, Request, Stats};
+use puna::{Event, Logprobs, Request};
 use puna_text::EncodeOptions;
 use serde_json::{Value, json};
+use std::time::{Duration, Instant};
 
 /// A text, or its tokens.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -115,10 +117,16 @@ impl CompletionRequest {
     /// What the model has to refuse.
     pub fn job(&self, card: &Card) -> Result<Job, ApiError> {
         let (mut requests, mut prompts) = (Vec::new(), Vec::new());
+        let (steering, mut grammar) = (self.generation.inside.steering.steering(card)?, Duration::ZERO);
         for (i, input) in self.prompts.iter().enumerate() {
             let param = if self.prompts.len() > 1 { format!("prompt[{i}]") } else { "prompt".to_owned() };
             let ids = input.ids(card, &param, EncodeOptions::default())?;
-            requests.push(self.request(card, &param, ids.clone())?);
+            let mut request = self.request(card, &param, ids.clone())?;
+            request.steering.clone_from(&steering);
+            let start = Instant::now();
+            request.grammar = self.generation.constraint.as_ref().map(|c| c.compile(card)).transpose()?;
+            grammar += start.elapsed();
+            requests.push(request);
             let text = match input {
                 _ if !self.echo => String::new(),
                 Input::Text(text) => text.clone(),
@@ -137,7 +145,7 @@ impl CompletionRequest {
             tokens: Tokens::new(card, &requests[0]),
             usage: Usage { prompt: prompts.iter().map(|p| p.ids.len()).sum(), ..Usage::default() },
             prompts,
-            stats: None,
+            account: self.generation.inside.account(card, grammar),
             echo: self.echo,
             logprobs: self.logprobs.is_some(),
         };
@@ -154,7 +162,6 @@ impl CompletionRequest {
 
     fn request(&self, card: &Card, param: &str, ids: Vec<u32>) -> Result<Request, ApiError> {
         let mut request = self.generation.request(card, param, ids)?;
-        request.grammar = self.generation.constraint.as_ref().map(|c| c.compile(card)).transpose()?;
         request.n = self.best_of;
         // Which answers are best is a matter of how likely they are.
         request.logprobs = self.logprobs.or((self.best_of > self.generation.n).then_some(0));
@@ -177,7 +184,7 @@ struct Shared {
     tokens: Tokens,
     prompts: Vec<Prompt>,
     usage: Usage,
-    stats: Option<Stats>,
+    account: Account,
     echo: bool,
     logprobs: bool,
 }
@@ -232,7 +239,7 @@ impl Shared {
         }
         if let Some(finish) = &event.finish {
             choice.finish = finish_reason(&finish.reason)?;
-            self.stats = self.stats.or(Some(finish.stats));
+            self.account.take(event);
         }
         Ok(())
     }
@@ -278,9 +285,7 @@ impl Assemble for Whole {
         }
         let mut body = self.shared.header.with(values);
         body["usage"] = self.shared.usage.value();
-        if let Some(stats) = &self.shared.stats {
-            body["timings"] = timings(stats);
-        }
+        self.shared.account.put(&mut body);
         body
     }
 }
@@ -310,8 +315,8 @@ impl Stream for Chunks {
         }
         if finish.is_some() {
             self.left = self.left.saturating_sub(1);
-            if let (0, Some(stats)) = (self.left, &self.shared.stats) {
-                chunk["timings"] = timings(stats);
+            if self.left == 0 {
+                self.shared.account.put(&mut chunk);
             }
         }
         chunks.push(chunk);

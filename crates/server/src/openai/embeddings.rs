@@ -1,6 +1,7 @@
 //! `/v1/embeddings`.
 
 use crate::openai::completions::Input;
+use crate::openai::inside::Wishes;
 use crate::openai::{ApiError, Card, Fields};
 use base64::Engine as _;
 use base64::engine::general_purpose::STANDARD;
@@ -19,6 +20,8 @@ pub struct EmbeddingRequest {
     pub base64: bool,
     /// So many of the first numbers of a vector, which is then of length 1 again.
     pub dimensions: Option<usize>,
+    /// What is added to the residual.
+    pub steering: Wishes,
 }
 
 impl EmbeddingRequest {
@@ -36,7 +39,7 @@ impl EmbeddingRequest {
         };
         let dimensions = fields.integer("dimensions", 1..=u64::from(u32::MAX))?.map(|n| n as usize);
         let model = fields.string("model")?.map(str::to_owned);
-        Ok(EmbeddingRequest { model, input, base64, dimensions })
+        Ok(EmbeddingRequest { model, input, base64, dimensions, steering: Wishes::read(&fields)? })
     }
 
     /// The ids of the texts. Control tokens that are written out in a text are ordinary characters.
@@ -65,8 +68,11 @@ impl EmbeddingRequest {
     }
 
     /// How the engine is asked: vectors are of length 1.
-    pub fn options(&self) -> EmbedOptions {
-        EmbedOptions { normalize: Some(true), ..EmbedOptions::default() }
+    ///
+    /// # Errors
+    /// As [`Wishes::steering`].
+    pub fn options(&self, card: &Card) -> Result<EmbedOptions, ApiError> {
+        Ok(EmbedOptions { pooling: None, normalize: Some(true), steering: self.steering.steering(card)? })
     }
 
     /// The answer: a vector for each text, in their order.

@@ -9,6 +9,8 @@ pub enum Kind {
     Invalid,
     /// No key, or a wrong one: 401.
     Authentication,
+    /// This server does not do it: 403.
+    Forbidden,
     /// There is no such thing: 404.
     NotFound,
     /// There is no such method here: 405.
@@ -31,6 +33,7 @@ impl Kind {
         match self {
             Kind::Invalid => 400,
             Kind::Authentication => 401,
+            Kind::Forbidden => 403,
             Kind::NotFound => 404,
             Kind::Method => 405,
             Kind::Timeout => 408,
@@ -45,6 +48,7 @@ impl Kind {
         match self {
             Kind::Invalid | Kind::Method | Kind::TooLarge => "invalid_request_error",
             Kind::Authentication => "authentication_error",
+            Kind::Forbidden => "permission_error",
             Kind::NotFound => "not_found_error",
             Kind::Timeout => "timeout_error",
             Kind::RateLimit => "rate_limit_error",

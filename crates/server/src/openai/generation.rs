@@ -1,6 +1,7 @@
 //! What chat and completion requests have in common.
 
 use crate::openai::fields::{expected, integer};
+use crate::openai::inside::Inside;
 use crate::openai::{ApiError, Card, Constraint, Fields};
 use puna::sampler::{LogitBias, PartialSampling};
 use puna::{Request, request::MAX_SAMPLES};
@@ -26,6 +27,8 @@ pub struct Generation {
     pub prompt_logprobs: Option<usize>,
     /// What the answer must be.
     pub constraint: Option<Constraint>,
+    /// What it changes and sees inside the model.
+    pub inside: Inside,
     /// `Some` if the answer is to come in pieces.
     pub stream: Option<StreamOptions>,
 }
@@ -74,6 +77,7 @@ impl Generation {
             n: fields.integer("n", 1..=MAX_SAMPLES as u64)?.unwrap_or(1) as usize,
             prompt_logprobs: prompt_logprobs.map(|n| n as usize),
             constraint: Constraint::read(fields)?,
+            inside: Inside::read(fields)?,
             stream: stream.then(|| options.unwrap_or_default()),
         })
     }
@@ -102,6 +106,7 @@ impl Generation {
         request.skip_special = self.skip_special;
         request.n = self.n;
         request.prompt_logprobs = self.prompt_logprobs;
+        self.inside.ask(card, &mut request)?;
         Ok(request)
     }
 }

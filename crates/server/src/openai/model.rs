@@ -1,8 +1,9 @@
 //! What requests need to know of a model.
 
-use crate::openai::ApiError;
+use crate::openai::{ApiError, Vectors};
 use puna::sampler::PartialSampling;
 use puna::{Chat, Engine, EngineOptions};
+use puna_model::Config;
 use puna_text::EncodeOptions;
 use serde_json::{Value, json};
 use std::time::{SystemTime, UNIX_EPOCH};
@@ -20,6 +21,8 @@ pub struct Card {
     pub text_ctx: usize,
     /// Width of an embedding.
     pub dim: usize,
+    /// What the model is.
+    pub config: Config,
     /// Token ids are below it.
     pub vocab_size: usize,
     /// Tokenizer and template.
@@ -28,6 +31,10 @@ pub struct Card {
     pub sampling: PartialSampling,
     /// Most tokens of an answer, whatever a request says.
     pub max_tokens: Option<usize>,
+    /// Control vectors that requests may name.
+    pub vectors: Vectors,
+    /// Bytes a second that memory gives at best, where it was measured.
+    pub bandwidth: Option<f64>,
     /// What answers depend on beside requests: the version of the program, the model, how it is kept.
     pub fingerprint: String,
 }
@@ -46,10 +53,13 @@ impl Card {
             ctx: engine.ctx(),
             text_ctx: engine.text_ctx(),
             dim: config.dim,
+            config: config.clone(),
             vocab_size: config.vocab_size,
             chat,
             sampling: engine.sampling_defaults().clone(),
             max_tokens: None,
+            vectors: Vectors::default(),
+            bandwidth: None,
             fingerprint: format!("puna-{}-{}", env!("CARGO_PKG_VERSION"), &hash[..12]),
         }
     }
