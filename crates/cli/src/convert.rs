@@ -2,6 +2,7 @@
 
 use crate::error::Error;
 use crate::inspect::bytes;
+use crate::interrupt;
 use crate::options::print_notices;
 use crate::progress::{Progress, Unit};
 use clap::Args;
@@ -63,13 +64,7 @@ pub fn run(args: &ConvertArgs) -> Result<(), Error> {
     print_notices(conversion.notices());
     // A file in the making is removed; without this it would be left behind.
     let interrupted = Arc::new(AtomicBool::new(false));
-    let flag = interrupted.clone();
-    let handler = move || {
-        if flag.swap(true, Ordering::SeqCst) {
-            std::process::exit(130);
-        }
-    };
-    ctrlc::set_handler(handler).map_err(|e| Error::Input(format!("Ctrl-C cannot be handled: {e}")))?;
+    interrupt::catch(&interrupted)?;
     let mut progress = Progress::new("writing", Unit::Bytes);
     let threads = args.threads.map_or_else(Pool::default_threads, usize::from);
     let written = conversion.write(args.force, threads, &mut |done, total| {

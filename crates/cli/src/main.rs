@@ -11,6 +11,7 @@ mod error;
 mod eval;
 mod inside;
 mod inspect;
+mod interrupt;
 mod options;
 mod perplexity;
 mod progress;

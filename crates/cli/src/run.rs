@@ -3,6 +3,7 @@
 use crate::chat;
 use crate::error::Error;
 use crate::inside::{CaptureArgs, Residuals, SteeringArgs, check_folder, print_experts, print_timings, write_trace};
+use crate::interrupt;
 use crate::options::{DraftArgs, GrammarOptions, RunOptions, SamplingOptions, print_notices};
 use crate::progress::{Progress, Unit};
 use crate::tokenize::read_text;
@@ -175,13 +176,7 @@ impl<'a> Session<'a> {
 
     /// From here on Ctrl-C ends an answer; pressed again before it has ended, the program.
     pub fn catch_interrupts(&self) -> Result<(), Error> {
-        let flag = self.interrupted.clone();
-        let handler = move || {
-            if flag.swap(true, Ordering::SeqCst) {
-                std::process::exit(130);
-            }
-        };
-        ctrlc::set_handler(handler).map_err(|e| Error::Input(format!("Ctrl-C cannot be handled: {e}")))
+        interrupt::catch(&self.interrupted)
     }
 
     /// Forgets Ctrl-C that was pressed before now.

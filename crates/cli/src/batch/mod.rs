@@ -5,6 +5,7 @@ mod output;
 
 use crate::error::Error;
 use crate::inside::open_vectors;
+use crate::interrupt;
 use crate::options::{DraftArgs, RunOptions, name_and_value, print_notices};
 use crate::progress::{Progress, Unit};
 use clap::Args;
@@ -61,13 +62,7 @@ pub fn run(args: &BatchArgs) -> Result<(), Error> {
     let card = Card { vectors, ..Card::new(puna_server::model_name(&args.model), &engine, &options) };
 
     let interrupted = Arc::new(AtomicBool::new(false));
-    let flag = interrupted.clone();
-    let handler = move || {
-        if flag.swap(true, Ordering::SeqCst) {
-            std::process::exit(130);
-        }
-    };
-    ctrlc::set_handler(handler).map_err(|e| Error::Input(format!("Ctrl-C cannot be handled: {e}")))?;
+    interrupt::catch(&interrupted)?;
 
     let old = output.old_lines();
     // Enough to wait that no place stays empty.
