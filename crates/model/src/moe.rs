@@ -11,15 +11,23 @@ use puna_kernels::ops::Activation;
 use std::cell::RefCell;
 use std::ops::Range;
 
-/// Buffers of [`MoeStep`], reused from layer to layer.
+/// What a router makes of rows.
 #[derive(Default)]
-pub struct MoeScratch {
+struct Choice {
     /// Router logits, then scores, `[rows, n_experts]`.
     scores: Vec<f32>,
     /// Chosen experts, `[rows, used]`.
     ids: Vec<u32>,
     /// Their weights, `[rows, used]`.
     weights: Vec<f32>,
+}
+
+/// Buffers of [`MoeStep`], reused from layer to layer.
+#[derive(Default)]
+pub struct MoeScratch {
+    choice: Choice,
+    /// What the next layer's router would choose.
+    next: Choice,
     /// Where each expert's rows begin in the sorted order, `[n_experts + 1]`.
     starts: Vec<usize>,
     /// Rows sorted by expert, `[rows * used]`.
@@ -38,24 +46,20 @@ pub struct MoeScratch {
     down: Vec<f32>,
     /// Output of the shared expert, `[rows, dim]`.
     shared: Acts,
-    /// What the next layer's router would choose: as `scores`, `ids` and `weights`.
-    next_scores: Vec<f32>,
-    next_ids: Vec<u32>,
-    next_weights: Vec<f32>,
 }
 
 impl MoeScratch {
     /// The experts that the last rows went to, `[rows, used]`, in the order of rank.
     pub fn chosen(&self) -> &[u32] {
-        &self.ids
+        &self.choice.ids
     }
 
     /// Sorts choices by expert, rows in rising order within an expert.
     fn sort(&mut self, n_experts: usize, used: usize) {
-        let n = self.ids.len();
+        let n = self.choice.ids.len();
         self.starts.clear();
         self.starts.resize(n_experts + 1, 0);
-        for &e in &self.ids {
+        for &e in &self.choice.ids {
             self.starts[e as usize + 1] += 1;
         }
         for e in 0..n_experts {
@@ -64,7 +68,7 @@ impl MoeScratch {
         self.rows.resize(n, 0);
         self.slots.resize(n, 0);
         // Each start moves on as its expert fills, and so ends as the next one's; shifting puts it right again.
-        for (i, &e) in self.ids.iter().enumerate() {
+        for (i, &e) in self.choice.ids.iter().enumerate() {
             let slot = &mut self.starts[e as usize];
             self.rows[*slot] = (i / used) as u32;
             self.slots[i] = *slot as u32;
@@ -101,6 +105,17 @@ pub struct Streamed<'a, M> {
     pub next: Option<&'a Moe<M>>,
 }
 
+/// Asks a layer's router.
+fn choose<B: Backend>(b: &B, config: &MoeConfig, moe: &Moe<B::Matrix>, x: &mut Acts, choice: &mut Choice) {
+    let (rows, routing) = (x.rows(), &config.routing);
+    let Choice { scores, ids, weights } = choice;
+    scores.resize(rows * config.n_experts, 0.0);
+    b.linear(x, &mut [Job { linear: &moe.router, gather: None, out: scores }]);
+    ids.resize(rows * routing.used, 0);
+    weights.resize(rows * routing.used, 0.0);
+    b.route(routing, scores, moe.correction.as_deref(), ids, weights);
+}
+
 impl<B: Backend> MoeStep<'_, B> {
     /// `out[row]` = the weighted sum of the row's experts, in the order of rank, and of the shared one.
     ///
@@ -108,7 +123,7 @@ impl<B: Backend> MoeStep<'_, B> {
     /// Where experts are read from files, and one cannot be.
     pub fn forward(&mut self, moe: &Moe<B::Matrix>, x: &mut Acts, out: &mut Acts) -> Result<(), Error> {
         if x.rows() == 0 {
-            self.s.ids.clear();
+            self.s.choice.ids.clear();
             out.resize(0, x.cols());
             return Ok(());
         }
@@ -126,7 +141,7 @@ impl<B: Backend> MoeStep<'_, B> {
         self.s.starts = starts;
         computed?;
         out.resize(x.rows(), x.cols());
-        self.b.weighted_sum(&self.s.down, &self.s.slots, &self.s.weights, out);
+        self.b.weighted_sum(&self.s.down, &self.s.slots, &self.s.choice.weights, out);
         if let Some(shared) = &moe.shared {
             self.shared(shared, x, out);
         }
@@ -134,13 +149,8 @@ impl<B: Backend> MoeStep<'_, B> {
     }
 
     fn route(&mut self, moe: &Moe<B::Matrix>, x: &mut Acts) {
-        let (rows, routing, s) = (x.rows(), &self.config.routing, &mut *self.s);
-        s.scores.resize(rows * self.config.n_experts, 0.0);
-        self.b.linear(x, &mut [Job { linear: &moe.router, gather: None, out: &mut s.scores }]);
-        s.ids.resize(rows * routing.used, 0);
-        s.weights.resize(rows * routing.used, 0.0);
-        self.b.route(routing, &mut s.scores, moe.correction.as_deref(), &mut s.ids, &mut s.weights);
-        s.sort(self.config.n_experts, routing.used);
+        choose(self.b, self.config, moe, x, &mut self.s.choice);
+        self.s.sort(self.config.n_experts, self.config.routing.used);
     }
 
     /// Computes experts as they come into memory.
@@ -156,8 +166,9 @@ impl<B: Backend> MoeStep<'_, B> {
                 Err(e) => break Err(e),
             }
             if let Some(next) = stream.next.filter(|_| is_first && experts.wants_prediction()) {
-                self.ask(next, x);
-                experts.predict(b, &self.s.next_ids);
+                // As if this layer added nothing.
+                choose(b, self.config, next, x, &mut self.s.next);
+                experts.predict(b, &self.s.next.ids);
             }
             is_first = false;
             let range = |e: u32| starts[e as usize]..starts[e as usize + 1];
@@ -166,17 +177,6 @@ impl<B: Backend> MoeStep<'_, B> {
         };
         self.s.wave = wave;
         result
-    }
-
-    /// What the next layer's router would choose if this layer added nothing.
-    fn ask(&mut self, next: &Moe<B::Matrix>, x: &mut Acts) {
-        let (rows, routing, s) = (x.rows(), &self.config.routing, &mut *self.s);
-        s.next_scores.resize(rows * self.config.n_experts, 0.0);
-        self.b.linear(x, &mut [Job { linear: &next.router, gather: None, out: &mut s.next_scores }]);
-        s.next_ids.resize(rows * routing.used, 0);
-        s.next_weights.resize(rows * routing.used, 0.0);
-        let correction = next.correction.as_deref();
-        self.b.route(routing, &mut s.next_scores, correction, &mut s.next_ids, &mut s.next_weights);
     }
 
     /// Computes experts, in rising order, each for its range of the sorted rows.
@@ -218,19 +218,19 @@ impl<B: Backend> MoeStep<'_, B> {
         s.gate.resize(rows * width, 0.0);
         s.up.resize(rows * width, 0.0);
         s.act.resize(rows, width);
-        s.scores.resize(rows, 0.0);
+        s.choice.scores.resize(rows, 0.0);
         let mut jobs = ArrayVec::<Job<B::Matrix>, 3>::new();
         jobs.push(Job { linear: &shared.ffn.gate, gather: None, out: &mut s.gate });
         jobs.push(Job { linear: &shared.ffn.up, gather: None, out: &mut s.up });
         if let Some(gate) = &shared.gate {
-            jobs.push(Job { linear: gate, gather: None, out: &mut s.scores });
+            jobs.push(Job { linear: gate, gather: None, out: &mut s.choice.scores });
         }
         b.linear(x, &mut jobs);
         drop(jobs);
         b.glu(self.activation, &s.gate, &s.up, &mut s.act);
         s.shared.resize(rows, x.cols());
         b.linear(&mut s.act, &mut [Job { linear: &shared.ffn.down, gather: None, out: s.shared.values_mut() }]);
-        b.add_gated(out, &s.shared, shared.gate.is_some().then_some(&s.scores[..]));
+        b.add_gated(out, &s.shared, shared.gate.is_some().then_some(&s.choice.scores[..]));
     }
 }
 
