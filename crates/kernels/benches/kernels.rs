@@ -103,39 +103,68 @@ impl Bench {
 
     fn attention(&self, kind: KvType) {
         for (n_heads, n_kv_heads, head_dim) in [(9, 3, 64), (32, 8, 128)] {
-            for (past, rows) in [(0usize, 512usize), (3584, 512), (512, 1), (4096, 1)] {
-                let name = format!("attention {kind} {n_heads}/{n_kv_heads}x{head_dim} past {past} rows {rows}");
-                if !self.wants(&name) {
-                    continue;
-                }
-                let layout = KvLayout { kind, n_kv_heads, head_dim };
-                let mut blocks = KvBlocks::new(layout.layer_bytes());
-                let table: Vec<u32> =
-                    (0..(past + rows).div_ceil(KV_BLOCK)).map(|_| blocks.alloc().expect("memory")).collect();
-                let layer = KvLayer { layout, index: 0 };
-                let kv = numbers((past + rows) * n_kv_heads * head_dim);
-                let mut all = KvPlan::default();
-                all.push(past + rows, 0, 0, table.iter().copied());
-                kv_store(&self.exec, &mut blocks, layer, &all, &kv, &kv);
-                let mut plan = KvPlan::default();
-                plan.push(rows, past, 0, table.iter().copied());
-                let q = self.acts(rows, n_heads * head_dim);
-                let mut out = vec![0.0; rows * n_heads * head_dim];
-                let op = Attention { n_heads, scale: 0.1, softcap: None, window: None };
-                let mut scratch = AttnScratch::default();
-                let view = KvView { blocks: &blocks, layer, plan: &plan };
-                let seconds = fastest(|| attention(&self.exec, &op, view, &q, &mut out, &mut scratch));
-                let pairs: usize = (past..past + rows).map(|pos| pos + 1).sum();
-                let flops = (4 * pairs * n_heads * head_dim) as f64 / seconds / 1e9;
-                let read = (table.len() * layout.layer_bytes()) as f64 / seconds / 1e9;
-                println!(
-                    "{name:52} {:9.1} us {flops:6.0} GFLOP/s ({:3.0} %) {read:6.1} GB/s",
-                    seconds * 1e6,
-                    100.0 * flops / gflop(&self.exec)
-                );
+            let layout = KvLayout { kind, n_kv_heads, head_dim };
+            for (sequences, past, rows) in [(1usize, 0usize, 512usize), (1, 3584, 512), (1, 512, 1), (1, 4096, 1)] {
+                self.attention_of(&Shape { layout, n_heads, sequences, past, rows, layers: 1 });
+            }
+            // What decoding reads does not fit the cache of the processor.
+            for (sequences, past, rows) in [(1usize, 4096usize, 1usize), (1, 4096, 4), (8, 1024, 1)] {
+                let one = layout.layer_bytes() * sequences * (past + rows).div_ceil(KV_BLOCK);
+                self.attention_of(&Shape { layout, n_heads, sequences, past, rows, layers: (96 << 20) / one });
             }
         }
     }
+
+    fn attention_of(&self, shape: &Shape) {
+        let &Shape { layout, n_heads, sequences, past, rows, layers } = shape;
+        let KvLayout { kind, n_kv_heads, head_dim } = layout;
+        let name = format!(
+            "attention {kind} {n_heads}/{n_kv_heads}x{head_dim} {sequences} of past {past} rows {rows}, {layers} layers"
+        );
+        if !self.wants(&name) {
+            return;
+        }
+        let mut blocks = KvBlocks::new(layers * layout.layer_bytes());
+        let kv = numbers((past + rows) * n_kv_heads * head_dim);
+        let (mut plan, mut table) = (KvPlan::default(), Vec::new());
+        for _ in 0..sequences {
+            table = (0..(past + rows).div_ceil(KV_BLOCK)).map(|_| blocks.alloc().expect("memory")).collect();
+            let mut all = KvPlan::default();
+            all.push(past + rows, 0, 0, table.iter().copied());
+            for index in 0..layers {
+                kv_store(&self.exec, &mut blocks, KvLayer { layout, index }, &all, &kv, &kv);
+            }
+            plan.push(rows, past, 0, table.iter().copied());
+        }
+        let q = self.acts(sequences * rows, n_heads * head_dim);
+        let mut out = vec![0.0; sequences * rows * n_heads * head_dim];
+        let op = Attention { n_heads, scale: 0.1, softcap: None, window: None };
+        let mut scratch = AttnScratch::default();
+        let seconds = fastest(|| {
+            for index in 0..layers {
+                let view = KvView { blocks: &blocks, layer: KvLayer { layout, index }, plan: &plan };
+                attention(&self.exec, &op, view, &q, &mut out, &mut scratch)
+            }
+        }) / layers as f64;
+        let pairs: usize = sequences * (past..past + rows).map(|pos| pos + 1).sum::<usize>();
+        let flops = (4 * pairs * n_heads * head_dim) as f64 / seconds / 1e9;
+        let read = (sequences * table.len() * layout.layer_bytes()) as f64 / seconds / 1e9;
+        println!(
+            "{name:64} {:9.1} us {flops:6.0} GFLOP/s ({:3.0} %) {read:6.1} GB/s",
+            seconds * 1e6,
+            100.0 * flops / gflop(&self.exec)
+        );
+    }
+}
+
+/// What attention computes.
+struct Shape {
+    layout: KvLayout,
+    n_heads: usize,
+    sequences: usize,
+    past: usize,
+    rows: usize,
+    layers: usize,
 }
 
 fn gb(exec: &Exec) -> f64 {

@@ -1,6 +1,6 @@
 //! The ways in which keys and values are kept, as attention reads them.
 
-use super::{BLOCKS, PART, Query};
+use super::{Heads, PART, Query};
 use crate::act::GROUP;
 use crate::float_panel::Element;
 use crate::kv::KV_BLOCK;
@@ -11,19 +11,24 @@ use std::ops::Range;
 #[derive(Clone, Copy)]
 pub struct Keys {
     pub key: *const u8,
-    /// What is read after them: lines of it are asked for on the way.
-    pub next: *const u8,
+    /// The head's values, which are asked for on the way.
+    pub value: *const u8,
     pub dim: usize,
 }
 
-/// The keys and values of a head in the blocks of a part; null where no query sees a block.
+/// What weights are multiplied with.
 pub struct Values<'a> {
-    pub heads: &'a [(*const u8, *const u8); BLOCKS],
+    pub heads: &'a Heads,
+    /// What is read after them: its keys are asked for on the way.
+    pub ahead: &'a Heads,
     pub dim: usize,
 }
 
 /// A kind of cache.
 pub trait Kept {
+    /// Bytes of 32 keys, or of 32 values, for a dimension: about a line.
+    const LINE: usize;
+
     /// Products of the queries with 32 keys: lane = key.
     ///
     /// # Safety
@@ -53,6 +58,8 @@ pub trait Kept {
 }
 
 impl<E: Element> Kept for E {
+    const LINE: usize = KV_BLOCK * E::BYTES;
+
     /// Dimensions in order.
     #[inline(always)]
     unsafe fn scores<S: Simd, const N: usize>(s: S, keys: Keys, queries: &[Query; N]) -> [[S::F; 2]; N] {
@@ -60,9 +67,9 @@ impl<E: Element> Kept for E {
         for d in 0..keys.dim {
             // SAFETY: 32 keys of dimension d; queries have as many dimensions.
             unsafe {
-                let lo = E::load(s, keys.key.add(d * KV_BLOCK * E::BYTES));
-                let hi = E::load(s, keys.key.add((d * KV_BLOCK + LANES) * E::BYTES));
-                s.prefetch(keys.next.wrapping_add(d * KV_BLOCK * E::BYTES));
+                let lo = E::load(s, keys.key.add(d * Self::LINE));
+                let hi = E::load(s, keys.key.add(d * Self::LINE + LANES * E::BYTES));
+                s.prefetch_lines(keys.value.wrapping_add(d * Self::LINE), Self::LINE);
                 let mut n = 0;
                 while n < N {
                     let q = s.splat(*queries[n].q.get_unchecked(d));
@@ -97,6 +104,8 @@ impl Q8 {
 }
 
 impl Kept for Q8 {
+    const LINE: usize = Q8::GROUP / GROUP;
+
     /// Exact within 32 dimensions; groups of them in order.
     #[inline(always)]
     unsafe fn scores<S: Simd, const N: usize>(s: S, keys: Keys, queries: &[Query; N]) -> [[S::F; 2]; N] {
@@ -118,9 +127,9 @@ impl Kept for Q8 {
                 while quad < GROUP / 4 {
                     let at = codes.add(quad * 4 * KV_BLOCK);
                     let (lo, hi) = (s.load_b(at), s.load_b(at.add(4 * LANES)));
-                    let next = keys.next.wrapping_add(g * Q8::GROUP + quad * 4 * KV_BLOCK);
-                    s.prefetch(next);
-                    s.prefetch(next.wrapping_add(4 * LANES));
+                    let value = keys.value.wrapping_add(g * Q8::GROUP + quad * 4 * KV_BLOCK);
+                    s.prefetch_far(value);
+                    s.prefetch_far(value.wrapping_add(4 * LANES));
                     n = 0;
                     while n < N {
                         let q = s.broadcast4(queries[n].blocks.get_unchecked(g).q.as_ptr().add(4 * quad));

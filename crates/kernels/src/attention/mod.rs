@@ -32,6 +32,9 @@ const STRIP: usize = 4;
 /// Blocks of a part.
 const BLOCKS: usize = PART / KV_BLOCK;
 
+/// The keys and values of a head in each block of a part; null where no query sees a block.
+type Heads = [(*const u8, *const u8); BLOCKS];
+
 /// What attention needs beside queries and cache.
 #[derive(Clone, Copy, Debug)]
 pub struct Attention {
@@ -89,7 +92,11 @@ pub fn attention(exec: &Exec, op: &Attention, kv: KvView, q: &Acts, out: &mut [f
             scratch.0.resize(slots, 0.0);
         }
         let parts = SharedMut::new(&mut scratch.0);
-        exec.pool.for_each(units, &|unit| step.part(unit, &parts));
+        exec.pool.for_each(units, &|unit| {
+            // What this thread probably takes next.
+            let ahead = unit + exec.pool.threads();
+            step.part(unit, (ahead < units).then_some(ahead), &parts)
+        });
         exec.pool.for_each(tiles, &|tile| step.merge(tile, &parts));
     } else {
         let strip = (tiles / (8 * exec.pool.threads())).clamp(1, STRIP);
@@ -97,7 +104,8 @@ pub fn attention(exec: &Exec, op: &Attention, kv: KvView, q: &Acts, out: &mut [f
         let strips = tiles.div_ceil(strip);
         exec.pool.for_each(strips, &|task| {
             let first = (strips - 1 - task) * strip;
-            step.whole(first..tiles.min(first + strip));
+            let ahead = first.checked_sub(strip * exec.pool.threads());
+            step.whole(first..tiles.min(first + strip), ahead);
         });
     }
 }
@@ -118,9 +126,9 @@ struct Tile<'a> {
     /// The first query, counted over the span.
     first: usize,
     len: usize,
-    /// Parts that its sequence has for every tile, and where those of this tile begin among all.
-    parts: usize,
+    /// The number of its first part among all, and from one of its parts to the next: tiles of a head take turns.
     unit: usize,
+    stride: usize,
 }
 
 impl Step<'_> {
@@ -148,16 +156,17 @@ impl Step<'_> {
         let (n_kv_heads, group, mut unit) = (self.kv.layer.layout.n_kv_heads, self.group(), 0);
         for span in &self.kv.plan.spans {
             let (tiles, parts) = self.tiles_and_parts(span);
-            let each = if by_part { parts } else { 1 };
-            if number < tiles * n_kv_heads * each {
-                let (tile, part) = (number / each, number % each);
-                // Those of a head lie together.
-                let (kv_head, at) = (tile / tiles, tile % tiles);
-                let (first, unit) = (at * TILE, unit + tile * parts);
+            let each = if by_part { tiles * parts } else { tiles };
+            if number < n_kv_heads * each {
+                // Those of a head lie together, and in them those of a part.
+                let (kv_head, at) = (number / each, number % each);
+                let (part, tile) = (at / tiles, at % tiles);
+                let first = tile * TILE;
                 let len = TILE.min(span.rows * group - first);
-                return (Tile { span, kv_head, first, len, parts, unit }, part);
+                let unit = unit + kv_head * tiles * parts + tile;
+                return (Tile { span, kv_head, first, len, unit, stride: tiles }, part);
             }
-            number -= tiles * n_kv_heads * each;
+            number -= n_kv_heads * each;
             unit += tiles * n_kv_heads * parts;
         }
         unreachable!("numbers are below what `size` counted")
@@ -184,8 +193,27 @@ impl Step<'_> {
         self.op.visible(row(0)).start / PART..self.op.visible(row(tile.len - 1)).end.div_ceil(PART)
     }
 
-    /// Computes tiles from their first part to their last, part by part.
-    fn whole(&self, numbers: Range<usize>) {
+    /// Where a tile's head is in blocks of a part.
+    fn heads(&self, tile: &Tile, part: usize, blocks: Range<usize>) -> Heads {
+        let mut heads = [(std::ptr::null(), std::ptr::null()); BLOCKS];
+        for (block, head) in heads.iter_mut().enumerate().take(blocks.end).skip(blocks.start) {
+            let id = self.kv.plan.block(tile.span, part * PART + block * KV_BLOCK);
+            let (key, value) = self.kv.layer.head(self.kv.blocks, id, tile.kv_head);
+            *head = (key.cast_const(), value.cast_const());
+        }
+        heads
+    }
+
+    /// The same of what a thread will read next.
+    fn heads_ahead(&self, tile: &Tile, part: usize) -> Heads {
+        let end = tile.span.past + tile.span.rows;
+        let place = |pos: usize| pos.clamp(part * PART, (part + 1) * PART) - part * PART;
+        let first = self.op.visible(tile.span.past).start;
+        self.heads(tile, part, place(first) / KV_BLOCK..place(end).div_ceil(KV_BLOCK))
+    }
+
+    /// Computes tiles from their first part to their last, part by part; after them comes tile `ahead`.
+    fn whole(&self, numbers: Range<usize>, ahead: Option<usize>) {
         let mut tiles: [Option<(Tile, [Query; TILE])>; STRIP] = Default::default();
         for (tile, number) in tiles.iter_mut().zip(numbers) {
             let (found, _) = self.find(number, false);
@@ -196,9 +224,17 @@ impl Step<'_> {
         let first = seen().map(|parts| parts.start).min().unwrap_or(0);
         let last = seen().map(|parts| parts.end).max().unwrap_or(0);
         for part in first..last {
+            // Once for all tiles, if they are of one head.
+            let mut heads = None;
+            if part + 1 < last {
+                heads = tiles.iter().flatten().map(|(tile, _)| self.heads_ahead(tile, part + 1)).next();
+            } else if let Some(number) = ahead {
+                let (tile, _) = self.find(number, false);
+                heads = Some(self.heads_ahead(&tile, self.seen(&tile).start));
+            }
             for (tile, queries) in tiles.iter_mut().flatten() {
                 if self.seen(tile).contains(&part) {
-                    self.run(tile, part, queries, None);
+                    self.run(tile, part, queries, Around { ahead: heads.take(), slot: None });
                 }
             }
         }
@@ -211,41 +247,49 @@ impl Step<'_> {
         }
     }
 
-    /// Computes one part of a tile into its slot.
-    fn part(&self, unit: usize, slots: &SharedMut<f32>) {
+    /// The part of a number among all.
+    fn find_part(&self, unit: usize) -> (Tile<'_>, usize) {
         let (tile, part) = self.find(unit, true);
         // Parts are counted from the first that the sequence's first row sees.
-        let part = self.op.visible(tile.span.past).start / PART + part;
+        let first = self.op.visible(tile.span.past).start / PART;
+        (tile, first + part)
+    }
+
+    /// Computes one part of a tile into its slot; after it comes part `ahead`.
+    fn part(&self, unit: usize, ahead: Option<usize>, slots: &SharedMut<f32>) {
+        let (tile, part) = self.find_part(unit);
         if !self.seen(&tile).contains(&part) {
             return;
         }
+        let ahead = ahead.map(|unit| self.find_part(unit));
+        let ahead = ahead.map(|(tile, part)| self.heads_ahead(&tile, part));
         let dim = self.kv.layer.layout.head_dim;
         // SAFETY: a slot is one task's.
         let slot = unsafe { slots.slice(unit * TILE * (dim + 2), TILE * (dim + 2)) };
         let mut queries = self.queries(&tile);
-        self.run(&tile, part, &mut queries, Some(slot));
+        self.run(&tile, part, &mut queries, Around { ahead, slot: Some(&mut *slot) });
         for (query, slot) in queries[..tile.len].iter().zip(slot.chunks_exact_mut(dim + 2)) {
             slot[dim..].copy_from_slice(&[query.max, query.sum]);
         }
     }
 
     /// Runs the kernel of the cache's kind and of the tile's length.
-    fn run(&self, tile: &Tile, part: usize, queries: &mut [Query; TILE], slot: Option<&mut [f32]>) {
+    fn run(&self, tile: &Tile, part: usize, queries: &mut [Query; TILE], around: Around) {
         match self.kv.layer.layout.kind {
-            KvType::F32 => self.run_as::<float_panel::F32>(tile, part, queries, slot),
-            KvType::F16 => self.run_as::<float_panel::F16>(tile, part, queries, slot),
-            KvType::Q8_0 => self.run_as::<kept::Q8>(tile, part, queries, slot),
+            KvType::F32 => self.run_as::<float_panel::F32>(tile, part, queries, around),
+            KvType::F16 => self.run_as::<float_panel::F16>(tile, part, queries, around),
+            KvType::Q8_0 => self.run_as::<kept::Q8>(tile, part, queries, around),
         }
     }
 
-    fn run_as<E: Kept>(&self, tile: &Tile, part: usize, queries: &mut [Query; TILE], slot: Option<&mut [f32]>) {
+    fn run_as<E: Kept>(&self, tile: &Tile, part: usize, queries: &mut [Query; TILE], around: Around) {
         match tile.len {
-            1 => self.run_tile::<E, 1>(tile, part, queries, slot),
-            2 => self.run_tile::<E, 2>(tile, part, queries, slot),
-            3 => self.run_tile::<E, 3>(tile, part, queries, slot),
-            4 => self.run_tile::<E, 4>(tile, part, queries, slot),
-            5..=6 => self.run_tile::<E, 6>(tile, part, queries, slot),
-            _ => self.run_tile::<E, TILE>(tile, part, queries, slot),
+            1 => self.run_tile::<E, 1>(tile, part, queries, around),
+            2 => self.run_tile::<E, 2>(tile, part, queries, around),
+            3 => self.run_tile::<E, 3>(tile, part, queries, around),
+            4 => self.run_tile::<E, 4>(tile, part, queries, around),
+            5..=6 => self.run_tile::<E, 6>(tile, part, queries, around),
+            _ => self.run_tile::<E, TILE>(tile, part, queries, around),
         }
     }
 
@@ -254,10 +298,10 @@ impl Step<'_> {
         tile: &Tile,
         part: usize,
         queries: &mut [Query; TILE],
-        slot: Option<&mut [f32]>,
+        around: Around,
     ) {
         let queries = queries.first_chunk_mut::<N>().expect("N is at most TILE");
-        self.isa.run(Part { step: self, tile, part, queries, slot, kind: PhantomData::<E> });
+        self.isa.run(Part { step: self, tile, part, queries, around, kind: PhantomData::<E> });
     }
 
     /// Merges the parts of a tile.
@@ -334,14 +378,21 @@ impl Merge {
     }
 }
 
+/// What comes after a part, and where its results go.
+struct Around<'a> {
+    /// What this thread reads next, if that is elsewhere.
+    ahead: Option<Heads>,
+    /// Where results go instead of the outputs: of each query `head_dim + 2` elements.
+    slot: Option<&'a mut [f32]>,
+}
+
 /// One part of a tile. What is more than the tile's length repeats the last query and goes nowhere.
 struct Part<'a, 'q, E, const N: usize> {
     step: &'a Step<'a>,
     tile: &'a Tile<'a>,
     part: usize,
     queries: &'a mut [Query<'q>; N],
-    /// Where results go instead of the outputs: of each query `head_dim + 2` elements.
-    slot: Option<&'a mut [f32]>,
+    around: Around<'a>,
     kind: PhantomData<E>,
 }
 
@@ -354,17 +405,11 @@ impl<E: Kept, const N: usize> Kernel for Part<'_, '_, E, N> {
         let ranges: [Range<usize>; N] = std::array::from_fn(|n| queries[n].in_part(part));
         let low = ranges.iter().fold(PART, |low, r| low.min(r.start)) / KV_BLOCK;
         let high = ranges.iter().fold(0, |high, r| high.max(r.end)).div_ceil(KV_BLOCK);
-        let mut heads = [(std::ptr::null(), std::ptr::null()); BLOCKS];
-        for (block, head) in heads.iter_mut().enumerate().take(high).skip(low) {
-            let id = step.kv.plan.block(tile.span, part * PART + block * KV_BLOCK);
-            let (key, value) = step.kv.layer.head(step.kv.blocks, id, tile.kv_head);
-            *head = (key.cast_const(), value.cast_const());
-        }
+        let heads = step.heads(tile, part, low..high);
         let mut p = [[0f32; PART]; N];
-        for (block, (key, _)) in heads.iter().enumerate().take(high).skip(low) {
-            let next = if block + 1 < high { heads[block + 1].0 } else { heads[low].1 };
+        for (block, &(key, value)) in heads.iter().enumerate().take(high).skip(low) {
             // SAFETY: a head's keys in a block of kind E.
-            let scores = unsafe { E::scores::<S, N>(s, Keys { key: *key, next, dim }, queries) };
+            let scores = unsafe { E::scores::<S, N>(s, Keys { key, value, dim }, queries) };
             let mut n = 0;
             while n < N {
                 // SAFETY: 32 scores of a block.
@@ -387,7 +432,8 @@ impl<E: Kept, const N: usize> Kernel for Part<'_, '_, E, N> {
             }
             n += 1;
         }
-        let values = Values { heads: &heads, dim };
+        let ahead = self.around.ahead.take().unwrap_or(heads);
+        let values = Values { heads: &heads, ahead: &ahead, dim };
         let mut d = 0;
         while d < dim {
             let weights = E::weights::<S, N>(s, &values, low..high, d, &p);
@@ -428,7 +474,7 @@ impl<E, const N: usize> Part<'_, '_, E, N> {
             while let (true, Some(merge)) = (v < V, &merges[n]) {
                 let at = d + v * LANES;
                 let lanes = LANES.min(dim - at);
-                let out = match &mut self.slot {
+                let out = match &mut self.around.slot {
                     Some(slot) => &mut slot[n * (dim + 2) + at..][..lanes],
                     // SAFETY: the query's own outputs.
                     None => unsafe { self.step.out.slice(self.queries[n].at + at, lanes) },
@@ -459,8 +505,7 @@ impl Kernel for MergeTask<'_> {
             // SAFETY: the query's own outputs.
             let out = unsafe { step.out.slice(query.at, dim) };
             for part in query.visible.start / PART..query.visible.end.div_ceil(PART) {
-                debug_assert!(part - first < tile.parts);
-                let slot = (tile.unit + part - first) * TILE + i;
+                let slot = (tile.unit + (part - first) * tile.stride) * TILE + i;
                 // SAFETY: no task writes slots any more.
                 let slot: &[f32] = unsafe { self.slots.slice(slot * (dim + 2), dim + 2) };
                 let merge = query.merge(s, (slot[dim], slot[dim + 1]));
@@ -530,13 +575,13 @@ unsafe fn add_values<S: Simd, E: Kept, const N: usize, const V: usize>(
     while key < keys.end {
         let block = key / KV_BLOCK;
         let end = keys.end.min((block + 1) * KV_BLOCK);
-        let (value, next) = (values.heads[block].1, values.heads[(block + 1) % BLOCKS].1);
+        let (value, ahead) = (values.heads[block].1, values.ahead[block].0);
         // An address without a page would be looked up each time.
-        let next = if next.is_null() { value } else { next };
+        let ahead = if ahead.is_null() { value } else { ahead };
         while key < end {
             let mut x = [s.splat(0.0); V];
-            let offset = E::offset(values.dim, key % KV_BLOCK, d);
-            s.prefetch(next.wrapping_add(offset));
+            // Dimensions come in twos of vectors, so each key has its line.
+            s.prefetch_lines(ahead.wrapping_add((d + key % KV_BLOCK) * E::LINE), E::LINE);
             let mut v = 0;
             while v < V {
                 // SAFETY: the value of a key in its block, whole vectors of dimensions.

@@ -122,6 +122,20 @@ pub(crate) trait Simd: Copy {
     #[inline(always)]
     fn prefetch(self, _p: *const u8) {}
 
+    /// The same for later: the line comes no nearer than the second-level cache.
+    #[inline(always)]
+    fn prefetch_far(self, _p: *const u8) {}
+
+    /// All lines of `bytes` at `p`, for later.
+    #[inline(always)]
+    fn prefetch_lines(self, p: *const u8, bytes: usize) {
+        let mut at = 0;
+        while at < bytes {
+            self.prefetch_far(p.wrapping_add(at));
+            at += 64;
+        }
+    }
+
     /// The sum of the lanes in the order of a binary tree: lane i with i + 8, then + 4, + 2, + 1.
     #[inline(always)]
     fn sum(self, a: Self::F) -> f32 {

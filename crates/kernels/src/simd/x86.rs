@@ -75,6 +75,11 @@ impl<const VNNI: bool> Simd for Avx2<VNNI> {
         unsafe { _mm_prefetch::<_MM_HINT_T0>(p.cast()) }
     }
     #[inline(always)]
+    fn prefetch_far(self, p: *const u8) {
+        // SAFETY: a prefetch of any address is no access.
+        unsafe { _mm_prefetch::<_MM_HINT_T1>(p.cast()) }
+    }
+    #[inline(always)]
     fn splat(self, x: f32) -> Self::F {
         op!([_mm256_set1_ps(x); 2])
     }
@@ -320,6 +325,11 @@ impl<const VNNI: bool> Simd for Avx512<VNNI> {
     fn prefetch(self, p: *const u8) {
         // SAFETY: a prefetch of any address is no access.
         unsafe { _mm_prefetch::<_MM_HINT_T0>(p.cast()) }
+    }
+    #[inline(always)]
+    fn prefetch_far(self, p: *const u8) {
+        // SAFETY: a prefetch of any address is no access.
+        unsafe { _mm_prefetch::<_MM_HINT_T1>(p.cast()) }
     }
     #[inline(always)]
     fn splat(self, x: f32) -> Self::F {
