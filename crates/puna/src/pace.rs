@@ -1,5 +1,5 @@
-//! How many rows of prompts a step may carry while others generate: so many that it takes about twice as long as a step
-//! that only generates.
+//! How many rows of prompts a step may carry while others generate: so many that it takes less than twice as long as a
+//! step that only generates.
 //!
 //! Both times are measured, and both change: with the number of sequences, their lengths, and what else the machine does.
 //! Medians of the last few steps follow them and do not follow a single slow step. Nothing here changes what is said.
@@ -38,6 +38,10 @@ pub(crate) struct Pace {
     skipped: usize,
 }
 
+/// What a prompt may add to a step, as a part of what generation takes: less than all of it, so that a step that the
+/// machine disturbs is seldom over twice the others.
+const SHARE: f64 = 0.75;
+
 /// So many steps without prompts tell what generation takes.
 const MEASURED: usize = 3;
 
@@ -63,16 +67,16 @@ impl Pace {
         let grown = if measures { generating } else { generating.max(2 * self.rows) };
         let fit = match self.row.median().or(self.row_alone.median()) {
             // Saturates: a row that seems to take no time sets no limit.
-            Some(row) => (self.step() / row) as usize,
+            Some(row) => (SHARE * self.step() / row) as usize,
             None => grown,
         };
         fit.min(grown).clamp(1, most.max(1))
     }
 
-    /// Rows of other work, at most `most`, that take about as long as a step that only generates.
+    /// Rows of other work, at most `most`, that a step may carry beside those who generate.
     pub fn beside(&self, generating: usize, most: usize) -> usize {
         let row = self.row.median().or(self.row_alone.median());
-        row.map_or(generating, |row| (self.step() / row) as usize).clamp(1, most.max(1))
+        row.map_or(generating, |row| (SHARE * self.step() / row) as usize).clamp(1, most.max(1))
     }
 
     /// What a step takes that only generates: not more than one that does both.
@@ -231,10 +235,10 @@ mod tests {
             for generating in [1, 8, 32] {
                 let mut machine = Machine { costs, noise: 0.0, state: 1 };
                 let (over, steps) = run(&mut machine, 4000, |_| generating);
-                assert!(worst(&over) <= 2.1, "{costs:?}, {generating}: {}", worst(&over));
+                assert!(worst(&over) <= 2.0, "{costs:?}, {generating}: {}", worst(&over));
                 // Nor does it wait: most steps are as long as they may be.
                 let mean = over.iter().sum::<f64>() / steps as f64;
-                assert!(mean > 1.6 || steps < 100, "{costs:?}, {generating}: {mean}");
+                assert!(mean > 1.35 || steps < 100, "{costs:?}, {generating}: {mean}");
             }
         }
     }

@@ -213,15 +213,15 @@ mod tests {
         let median = alone[5].1;
         assert!(alone.iter().all(|(work, _)| *work == Work { generating: 6, ..Work::default() }));
         (0..4).for_each(|i| watched.add(230, 1 + i));
-        let busy = watched.step(90);
+        let busy = watched.step(110);
         let read: usize = busy.iter().map(|(work, _)| work.prompt_rows).sum();
         // The last row of a prompt may come alone, as one that is generated.
         assert!((4 * 229..=4 * 230).contains(&read), "{read}");
         let steps = busy.iter().filter(|(work, _)| work.prompt_rows > 0).count();
-        assert!((50..60).contains(&steps), "{steps} steps of about {median:?}");
+        assert!((70..85).contains(&steps), "{steps} steps of about {median:?}");
         for (work, time) in busy {
             assert!(work.generating >= 6, "{work:?}");
-            assert!(time <= median.mul_f64(2.2), "{work:?} took {time:?}, over {median:?}");
+            assert!(time <= median.mul_f64(2.0), "{work:?} took {time:?}, over {median:?}");
         }
     }
 
