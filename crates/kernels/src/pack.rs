@@ -223,7 +223,7 @@ pub(crate) mod place {
 
     /// Where the two bits `unit` of the 12 bytes of 6-bit scales and minima go (Q4_K, Q5_K: see
     /// `quant::scale_min`): planes of 16 bytes hold the low 4 bits of the scales of groups 2i and 2i + 1 (planes
-    /// 0..4), of the minima (4..8), the high 2 bits of the scales of groups 4i..4i + 4 (8..10), of the minima (10..12).
+    /// 0..4), of the minima (4..8), and the high 2 bits of both, scales first, as `[2, 2]` (8..12).
     pub(crate) fn scale_min(row: usize, unit: usize) -> usize {
         let (byte, pair) = (unit / 4, unit % 4);
         let (is_min, group, part) = match byte {
@@ -234,7 +234,7 @@ pub(crate) mod place {
             _ => (pair / 2, byte - 4, pair % 2),
         };
         let (plane, at) = match part {
-            2 => (8 + 2 * is_min + group / 4, group % 4),
+            2 => (8 + group / 2, 2 * is_min + group % 2),
             low => (4 * is_min + group / 2, group % 2 * 2 + low),
         };
         (plane * LANES + row) * 4 + at

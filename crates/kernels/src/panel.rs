@@ -17,8 +17,8 @@ pub(crate) struct Tile<S: Simd> {
     pub codes: [S::B; 8],
     /// Float scales of the two halves.
     pub d: [S::F; 2],
-    /// Integer scales of the two halves.
-    pub sub: [S::I; 2],
+    /// Integer scales of the two halves, as floats.
+    pub sub: [S::F; 2],
     /// Minima of the two halves.
     pub min: [S::F; 2],
 }
@@ -26,7 +26,7 @@ pub(crate) struct Tile<S: Simd> {
 impl<S: Simd> Tile<S> {
     #[inline(always)]
     pub(crate) fn zero(s: S) -> Tile<S> {
-        Tile { codes: [s.splat_b(0); 8], d: [s.splat(0.0); 2], sub: [s.splat_i(0); 2], min: [s.splat(0.0); 2] }
+        Tile { codes: [s.splat_b(0); 8], d: [s.splat(0.0); 2], sub: [s.splat(0.0); 2], min: [s.splat(0.0); 2] }
     }
 }
 
@@ -41,6 +41,9 @@ pub(crate) enum Codes {
     Biased,
 }
 
+/// What a block's groups share, as its format decodes it once.
+pub(crate) type Shared = [u8; 4 * QUAD];
+
 /// A packed format as the kernels see it.
 pub(crate) trait Panel {
     /// How groups enter the sum.
@@ -52,11 +55,18 @@ pub(crate) trait Panel {
     /// Bytes of a block of 16 rows.
     const BYTES: usize;
 
-    /// Loads group `g` of the block at `p`.
+    /// Decodes what is quicker to decode for all groups of the block at `p`.
+    ///
+    /// # Safety
+    /// `p` points to `BYTES` bytes.
+    #[inline(always)]
+    unsafe fn prepare<S: Simd>(_: S, _: *const u8, _: &mut Shared) {}
+
+    /// Loads group `g` of the block at `p`, for which `shared` was prepared.
     ///
     /// # Safety
     /// `p` points to `BYTES` bytes and `g < GROUPS`.
-    unsafe fn load<S: Simd>(s: S, p: *const u8, g: usize) -> Tile<S>;
+    unsafe fn load<S: Simd>(s: S, p: *const u8, _: &Shared, g: usize) -> Tile<S>;
 }
 
 /// Panels that are read side by side where there is one row: memory answers four streams sooner than one.
@@ -186,8 +196,14 @@ unsafe fn tile<S: Simd, P: Panel, const M: usize, const N: usize>(s: S, job: &Pa
     }
     let bytes = job.panels.len() / job.n_panels;
     let panels = &job.panels[panel * bytes..][..M * bytes];
-    let mut group = 0;
+    let (mut group, mut shared) = (0, [[0; 4 * QUAD]; M]);
     for block in (0..bytes).step_by(P::BYTES) {
+        let mut m = 0;
+        while m < M {
+            // SAFETY: a block of panel m.
+            unsafe { P::prepare(s, panels.as_ptr().add(m * bytes + block), &mut shared[m]) };
+            m += 1;
+        }
         let mut g = 0;
         while g < P::GROUPS {
             if M == 1 && N < 10 && row == 0 {
@@ -202,7 +218,7 @@ unsafe fn tile<S: Simd, P: Panel, const M: usize, const N: usize>(s: S, job: &Pa
             while m < M {
                 // SAFETY: a block of P::BYTES bytes of panel m, and the activation rows have as many groups.
                 unsafe {
-                    let tile = P::load(s, panels.as_ptr().add(m * bytes + block), g);
+                    let tile = P::load(s, panels.as_ptr().add(m * bytes + block), &shared[m], g);
                     unrolled!(n < N, {
                         acc[n][m] = step::<S, P>(s, &tile, acts[n].add(group), acc[n][m]);
                     });
@@ -280,8 +296,9 @@ unsafe fn step<S: Simd, P: Panel>(s: S, t: &Tile<S>, act: *const ActBlock, acc: 
                 let acc = s.fma(s.to_f(lo), s.mul(t.d[0], d), acc);
                 return s.fma(s.to_f(hi), s.mul(t.d[1], d), acc);
             }
-            let sum = s.add_i(s.mul_i(lo, t.sub[0]), s.mul_i(hi, t.sub[1]));
-            let acc = s.fma(s.to_f(sum), s.mul(t.d[0], d), acc);
+            // Exact: each product and their sum are whole numbers below 2^24 (see Group), and floats are faster here.
+            let sum = s.fma(s.to_f(hi), t.sub[1], s.mul(s.to_f(lo), t.sub[0]));
+            let acc = s.fma(sum, s.mul(t.d[0], d), acc);
             if P::ARITH == Arith::Scale16Min {
                 let acc = s.fma(t.min[0], s.splat(a.ds_half[0]), acc);
                 s.fma(t.min[1], s.splat(a.ds_half[1]), acc)
@@ -312,13 +329,13 @@ fn dot<S: Simd, P: Panel>(s: S, acc: S::I, codes: S::B, acts: S::B) -> S::I {
 pub(crate) struct WideGroup {
     codes: [u8; 8 * QUAD],
     d: [[f32; LANES]; 2],
-    sub: [[i32; LANES]; 2],
+    sub: [[f32; LANES]; 2],
     min: [[f32; LANES]; 2],
 }
 
 impl WideGroup {
     pub(crate) const ZERO: WideGroup =
-        WideGroup { codes: [0x80; 8 * QUAD], d: [[0.0; LANES]; 2], sub: [[1; LANES]; 2], min: [[0.0; LANES]; 2] };
+        WideGroup { codes: [0x80; 8 * QUAD], d: [[0.0; LANES]; 2], sub: [[1.0; LANES]; 2], min: [[0.0; LANES]; 2] };
 
     /// Sets row `row` of 16.
     pub(crate) fn set_row(&mut self, row: usize, group: &Group) {
@@ -329,7 +346,7 @@ impl WideGroup {
         }
         for h in 0..2 {
             self.d[h][row] = group.d[h];
-            self.sub[h][row] = i32::from(group.sub[h]);
+            self.sub[h][row] = f32::from(group.sub[h]);
             self.min[h][row] = group.min[h];
         }
     }
@@ -354,7 +371,7 @@ macro_rules! wide {
             const BYTES: usize = size_of::<WideGroup>();
 
             #[inline(always)]
-            unsafe fn load<S: Simd>(s: S, p: *const u8, _: usize) -> Tile<S> {
+            unsafe fn load<S: Simd>(s: S, p: *const u8, _: &Shared, _: usize) -> Tile<S> {
                 // SAFETY: `p` points to a WideGroup, which `bytes` made from one.
                 let w = unsafe { &*p.cast::<WideGroup>() };
                 let mut t = Tile::zero(s);
@@ -368,7 +385,7 @@ macro_rules! wide {
                     let mut h = 0;
                     while h < 2 {
                         t.d[h] = s.load(w.d[h].as_ptr());
-                        t.sub[h] = s.load_i(w.sub[h].as_ptr());
+                        t.sub[h] = s.load(w.sub[h].as_ptr());
                         t.min[h] = s.load(w.min[h].as_ptr());
                         h += 1;
                     }
@@ -467,25 +484,34 @@ pub(crate) unsafe fn lookup_codes<S: Simd>(s: S, table: &[u8; 16], p: *const u8)
     codes
 }
 
-/// The 6-bit scale and minimum of group `g`, as [`place::scale_min`](crate::pack::place::scale_min) puts them.
+/// The 6-bit scales and minima of 8 groups as bytes, for [`scale6`], from where
+/// [`place::scale_min`](crate::pack::place::scale_min) puts them.
 ///
 /// # Safety
-/// `p` points to 192 bytes and `g < 8`.
+/// `p` points to 192 bytes.
 #[inline(always)]
-pub(crate) unsafe fn load_scale6<S: Simd>(s: S, p: *const u8, g: usize) -> (S::F, S::F) {
-    // SAFETY: planes of 16 bytes, 12 in all.
-    unsafe { (six_bits(s, p, p.add(8 * LANES), g), six_bits(s, p.add(4 * LANES), p.add(10 * LANES), g)) }
+pub(crate) unsafe fn scale6_bytes<S: Simd>(s: S, p: *const u8, shared: &mut Shared) {
+    let (low, high) = (s.splat_b(15), s.splat_b(0x30));
+    // SAFETY: three vectors of 64 bytes, and four to store.
+    unsafe {
+        let (scales, mins, both) = (s.load_b(p), s.load_b(p.add(QUAD)), s.load_b(p.add(2 * QUAD)));
+        let to = shared.as_mut_ptr();
+        s.store_b(to, s.or_b(s.and_b(scales, low), s.and_b(s.shl_b(both, 4), high)));
+        s.store_b(to.add(QUAD), s.or_b(s.and_b(s.shr_b(scales, 4), low), s.and_b(s.shl_b(both, 2), high)));
+        s.store_b(to.add(2 * QUAD), s.or_b(s.and_b(mins, low), s.and_b(both, high)));
+        s.store_b(to.add(3 * QUAD), s.or_b(s.and_b(s.shr_b(mins, 4), low), s.and_b(s.shr_b(both, 2), high)));
+    }
 }
 
-/// # Safety
-/// As [`load_scale6`]; `low` is at the first plane of low bits of scales or of minima.
+/// The scale and the minimum of group `g`: even groups come before odd ones.
 #[inline(always)]
-unsafe fn six_bits<S: Simd>(s: S, low: *const u8, high: *const u8, g: usize) -> S::F {
-    // SAFETY: the caller vouches for the planes.
-    let (low, high) = unsafe { (s.load_u8(low.add(g / 2 * LANES)), s.load_u8(high.add(g / 4 * LANES))) };
-    let low = s.and_i(s.shr_i(low, 4 * (g as u32 % 2)), s.splat_i(15));
-    let high = s.and_i(s.shr_i(high, 2 * (g as u32 % 4)), s.splat_i(3));
-    s.to_f(s.or_i(low, s.shl_i(high, 4)))
+pub(crate) fn scale6<S: Simd>(s: S, shared: &Shared, g: usize) -> (S::F, S::F) {
+    debug_assert!(g < 8);
+    // SAFETY: 16 bytes of 256 each.
+    unsafe {
+        let scale = shared.as_ptr().add(g % 2 * QUAD + g / 2 * LANES);
+        (s.to_f(s.load_u8(scale)), s.to_f(s.load_u8(scale.add(2 * QUAD))))
+    }
 }
 
 /// Columns in a group, as the loaders of packed formats count them.

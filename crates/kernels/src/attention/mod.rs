@@ -293,13 +293,7 @@ impl Step<'_> {
         }
     }
 
-    fn run_tile<E: Kept, const N: usize>(
-        &self,
-        tile: &Tile,
-        part: usize,
-        queries: &mut [Query; TILE],
-        around: Around,
-    ) {
+    fn run_tile<E: Kept, const N: usize>(&self, tile: &Tile, part: usize, queries: &mut [Query; TILE], around: Around) {
         let queries = queries.first_chunk_mut::<N>().expect("N is at most TILE");
         self.isa.run(Part { step: self, tile, part, queries, around, kind: PhantomData::<E> });
     }

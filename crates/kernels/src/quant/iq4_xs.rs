@@ -9,7 +9,7 @@ use super::{
 use crate::dtype::{Arith, DType, Format, Group};
 use crate::linear::PanelFormat;
 use crate::pack::{Segment, place};
-use crate::panel::{COLS, Codes, Panel, Tile, lookup_codes};
+use crate::panel::{COLS, Codes, Panel, Shared, Tile, lookup_codes};
 use crate::simd::{LANES, Simd};
 
 /// 2 bytes `d`, 2 bytes high bits and 4 bytes low bits of the scales, 128 bytes codes: 16 for a group of 32 columns
@@ -91,7 +91,7 @@ impl Panel for Packed {
     const BYTES: usize = BYTES * LANES;
 
     #[inline(always)]
-    unsafe fn load<S: Simd>(s: S, p: *const u8, g: usize) -> Tile<S> {
+    unsafe fn load<S: Simd>(s: S, p: *const u8, _: &Shared, g: usize) -> Tile<S> {
         // SAFETY: the offsets are those of PANEL.
         unsafe {
             let high = s.shr_i(s.load_u8(p.add(SCALES + g / 4 * LANES)), 2 * (g as u32 % 4));

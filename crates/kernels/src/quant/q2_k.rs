@@ -9,7 +9,7 @@ use super::{
 use crate::dtype::{Arith, DType, Format, Group};
 use crate::linear::PanelFormat;
 use crate::pack::{Segment, place};
-use crate::panel::{COLS, Codes, Panel, QUAD, Tile, or_bits};
+use crate::panel::{COLS, Codes, Panel, QUAD, Shared, Tile, or_bits};
 use crate::simd::{LANES, Simd};
 
 /// 16 bytes scales (low nibble) and minima (high nibble), 64 bytes codes, 2 bytes `d`, 2 bytes `dmin`. The codes of
@@ -83,7 +83,7 @@ impl Panel for Packed {
     const BYTES: usize = BYTES * LANES;
 
     #[inline(always)]
-    unsafe fn load<S: Simd>(s: S, p: *const u8, g: usize) -> Tile<S> {
+    unsafe fn load<S: Simd>(s: S, p: *const u8, _: &Shared, g: usize) -> Tile<S> {
         let mut t = Tile::zero(s);
         // SAFETY: the offsets are those of PANEL.
         unsafe {
@@ -93,7 +93,7 @@ impl Panel for Packed {
             let mut h = 0;
             while h < 2 {
                 let both = s.load_u8(p.add(SCALES + (2 * g + h) * LANES));
-                t.sub[h] = s.and_i(both, s.splat_i(15));
+                t.sub[h] = s.to_f(s.and_i(both, s.splat_i(15)));
                 t.min[h] = s.sub(s.splat(-0.0), s.mul(dmin, s.to_f(s.shr_i(both, 4))));
                 h += 1;
             }

@@ -5,7 +5,7 @@ use super::{bytes_at, each_block, each_run, f16_at, fit, put};
 use crate::dtype::{Arith, DType, Format, Group};
 use crate::linear::PanelFormat;
 use crate::pack::{Segment, place};
-use crate::panel::{COLS, Codes, Panel, QUAD, Tile, or_bits};
+use crate::panel::{COLS, Codes, Panel, QUAD, Shared, Tile, or_bits};
 use crate::simd::{LANES, Simd};
 
 /// 32 bytes third bits, 64 bytes low bits, 12 bytes scales, 2 bytes `d`. In group j (32 columns) column i has the
@@ -116,7 +116,7 @@ impl Panel for Packed {
     const BYTES: usize = BYTES * LANES;
 
     #[inline(always)]
-    unsafe fn load<S: Simd>(s: S, p: *const u8, g: usize) -> Tile<S> {
+    unsafe fn load<S: Simd>(s: S, p: *const u8, _: &Shared, g: usize) -> Tile<S> {
         let mut t = Tile::zero(s);
         // SAFETY: the offsets are those of PANEL.
         unsafe {
@@ -129,7 +129,7 @@ impl Panel for Packed {
             while h < 2 {
                 let low = s.and_i(s.shr_i(low, 4 * h as u32), s.splat_i(15));
                 let high = s.and_i(s.shr_i(high, 2 * ((2 * g + h) % 4) as u32), s.splat_i(3));
-                t.sub[h] = s.add_i(s.or_i(low, s.shl_i(high, 4)), s.splat_i(-32));
+                t.sub[h] = s.to_f(s.add_i(s.or_i(low, s.shl_i(high, 4)), s.splat_i(-32)));
                 h += 1;
             }
         }

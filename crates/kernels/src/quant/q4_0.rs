@@ -4,7 +4,7 @@ use super::{bytes_at, each_block, each_run, f16, f16_at, fit, nibbles, pack_nibb
 use crate::dtype::{Arith, DType, Format, Group};
 use crate::linear::PanelFormat;
 use crate::pack::{Segment, place};
-use crate::panel::{COLS, Codes, Panel, Tile, nibble_codes};
+use crate::panel::{COLS, Codes, Panel, Shared, Tile, nibble_codes};
 use crate::simd::{LANES, Simd};
 
 /// 2 bytes scale `d`, 16 bytes codes (columns 0..16 in the low nibbles, 16..32 in the high ones).
@@ -63,7 +63,7 @@ impl Panel for Packed {
     const BYTES: usize = BYTES * LANES;
 
     #[inline(always)]
-    unsafe fn load<S: Simd>(s: S, p: *const u8, _: usize) -> Tile<S> {
+    unsafe fn load<S: Simd>(s: S, p: *const u8, _: &Shared, _: usize) -> Tile<S> {
         // SAFETY: 16 scales and 256 bytes of codes.
         unsafe { Tile { codes: nibble_codes(s, p.add(CODES)), d: [s.load_f16(p.cast()); 2], ..Tile::zero(s) } }
     }

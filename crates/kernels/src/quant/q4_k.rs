@@ -9,7 +9,7 @@ use super::{
 use crate::dtype::{Arith, DType, Format, Group};
 use crate::linear::PanelFormat;
 use crate::pack::{Segment, place};
-use crate::panel::{COLS, Codes, Panel, Tile, load_scale6, nibble_codes};
+use crate::panel::{COLS, Codes, Panel, Shared, Tile, nibble_codes, scale6, scale6_bytes};
 use crate::simd::{LANES, Simd};
 
 /// 2 bytes `d`, 2 bytes `dmin`, 12 bytes scales and minima, 128 bytes codes: groups 2k and 2k + 1 (32 columns each)
@@ -83,11 +83,17 @@ impl Panel for Packed {
     const BYTES: usize = BYTES * LANES;
 
     #[inline(always)]
-    unsafe fn load<S: Simd>(s: S, p: *const u8, g: usize) -> Tile<S> {
+    unsafe fn prepare<S: Simd>(s: S, p: *const u8, shared: &mut Shared) {
+        // SAFETY: the offset is that of PANEL.
+        unsafe { scale6_bytes(s, p.add(SCALES), shared) }
+    }
+
+    #[inline(always)]
+    unsafe fn load<S: Simd>(s: S, p: *const u8, shared: &Shared, g: usize) -> Tile<S> {
         // SAFETY: the offsets are those of PANEL.
         unsafe {
             let (d, dmin) = (s.load_f16(p.cast()), s.load_f16(p.add(2 * LANES).cast()));
-            let (sc, m) = load_scale6(s, p.add(SCALES), g);
+            let (sc, m) = scale6(s, shared, g);
             Tile {
                 codes: nibble_codes(s, p.add(CODES + g * LANES * COLS / 2)),
                 d: [s.mul(d, sc); 2],

@@ -4,7 +4,7 @@ use super::{bytes_at, each_block, each_run, f16, f16_at, fit, nibbles, pack_nibb
 use crate::dtype::{Arith, DType, Format, Group};
 use crate::linear::PanelFormat;
 use crate::pack::{Segment, place};
-use crate::panel::{COLS, Codes, Panel, QUAD, Tile, nibble_codes, or_bits};
+use crate::panel::{COLS, Codes, Panel, QUAD, Shared, Tile, nibble_codes, or_bits};
 use crate::simd::{LANES, Simd};
 
 /// 2 bytes scale `d`, 4 bytes fifth bits (bit i is column i), 16 bytes low bits (columns 0..16 in the low nibbles,
@@ -82,7 +82,7 @@ impl Panel for Packed {
     const BYTES: usize = BYTES * LANES;
 
     #[inline(always)]
-    unsafe fn load<S: Simd>(s: S, p: *const u8, _: usize) -> Tile<S> {
+    unsafe fn load<S: Simd>(s: S, p: *const u8, _: &Shared, _: usize) -> Tile<S> {
         // SAFETY: the offsets are those of PANEL.
         unsafe {
             let codes = or_bits::<S, 1, 4>(s, nibble_codes(s, p.add(LOW)), p.add(HIGH));

@@ -8,7 +8,7 @@ use super::{
 use crate::dtype::{Arith, DType, Format, Group};
 use crate::linear::PanelFormat;
 use crate::pack::{Segment, place};
-use crate::panel::{COLS, Codes, Panel, QUAD, Tile, nibble_codes, or_bits};
+use crate::panel::{COLS, Codes, Panel, QUAD, Shared, Tile, nibble_codes, or_bits};
 use crate::simd::{LANES, Simd};
 
 /// 2 bytes scale `d`, 2 bytes minimum `m`, 4 bytes fifth bits (bit i is column i), 16 bytes low bits (columns 0..16
@@ -73,7 +73,7 @@ impl Panel for Packed {
     const BYTES: usize = BYTES * LANES;
 
     #[inline(always)]
-    unsafe fn load<S: Simd>(s: S, p: *const u8, _: usize) -> Tile<S> {
+    unsafe fn load<S: Simd>(s: S, p: *const u8, _: &Shared, _: usize) -> Tile<S> {
         // SAFETY: the offsets are those of PANEL.
         unsafe {
             Tile {

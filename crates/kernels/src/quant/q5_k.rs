@@ -8,7 +8,7 @@ use super::{
 use crate::dtype::{Arith, DType, Format, Group};
 use crate::linear::PanelFormat;
 use crate::pack::{Segment, place};
-use crate::panel::{COLS, Codes, Panel, QUAD, Tile, load_scale6, nibble_codes, or_bits};
+use crate::panel::{COLS, Codes, Panel, QUAD, Shared, Tile, nibble_codes, or_bits, scale6, scale6_bytes};
 use crate::simd::{LANES, Simd};
 
 /// 2 bytes `d`, 2 bytes `dmin`, 12 bytes scales and minima, 32 bytes fifth bits (bit j of byte i is column i of group
@@ -98,11 +98,17 @@ impl Panel for Packed {
     const BYTES: usize = BYTES * LANES;
 
     #[inline(always)]
-    unsafe fn load<S: Simd>(s: S, p: *const u8, g: usize) -> Tile<S> {
+    unsafe fn prepare<S: Simd>(s: S, p: *const u8, shared: &mut Shared) {
+        // SAFETY: the offset is that of PANEL.
+        unsafe { scale6_bytes(s, p.add(SCALES), shared) }
+    }
+
+    #[inline(always)]
+    unsafe fn load<S: Simd>(s: S, p: *const u8, shared: &Shared, g: usize) -> Tile<S> {
         // SAFETY: the offsets are those of PANEL.
         unsafe {
             let (d, dmin) = (s.load_f16(p.cast()), s.load_f16(p.add(2 * LANES).cast()));
-            let (sc, m) = load_scale6(s, p.add(SCALES), g);
+            let (sc, m) = scale6(s, shared, g);
             let low = nibble_codes(s, p.add(LOW + g * GROUP));
             Tile {
                 codes: or_bits::<S, 1, 4>(s, low, p.add(HIGH + g * GROUP)),

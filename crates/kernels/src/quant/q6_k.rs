@@ -5,7 +5,7 @@ use super::{bytes_at, each_block, each_run, f16_at, fit, put};
 use crate::dtype::{Arith, DType, Format, Group};
 use crate::linear::PanelFormat;
 use crate::pack::{Segment, place};
-use crate::panel::{COLS, Codes, Panel, QUAD, Tile, nibble_codes, or_bits};
+use crate::panel::{COLS, Codes, Panel, QUAD, Shared, Tile, nibble_codes, or_bits};
 use crate::simd::{LANES, Simd};
 
 /// 128 bytes low bits, 64 bytes high bits, 16 signed bytes scales, 2 bytes `d`. Each half of the block (128 columns,
@@ -105,13 +105,13 @@ impl Panel for Packed {
     const BYTES: usize = BYTES * LANES;
 
     #[inline(always)]
-    unsafe fn load<S: Simd>(s: S, p: *const u8, g: usize) -> Tile<S> {
+    unsafe fn load<S: Simd>(s: S, p: *const u8, _: &Shared, g: usize) -> Tile<S> {
         let mut t = Tile::zero(s);
         // SAFETY: the offsets are those of PANEL.
         unsafe {
             t.d = [s.load_f16(p.cast()); 2];
             let p = p.add(g * GROUP);
-            t.sub = [s.load_i8(p.add(SCALES)), s.load_i8(p.add(SCALES + LANES))];
+            t.sub = [s.to_f(s.load_i8(p.add(SCALES))), s.to_f(s.load_i8(p.add(SCALES + LANES)))];
             t.codes = nibble_codes(s, p.add(LOW));
             t.codes = or_bits::<S, 2, 4>(s, t.codes, p.add(HIGH));
         }

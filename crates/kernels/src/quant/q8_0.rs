@@ -4,7 +4,7 @@ use super::{bytes_at, each_block, each_run, f16, f16_at, fit, put};
 use crate::dtype::{Arith, DType, Format, Group};
 use crate::linear::PanelFormat;
 use crate::pack::{Segment, place};
-use crate::panel::{COLS, Codes, Panel, QUAD, Tile};
+use crate::panel::{COLS, Codes, Panel, QUAD, Shared, Tile};
 use crate::simd::{LANES, Simd};
 
 /// 2 bytes scale `d`, 32 signed bytes.
@@ -59,7 +59,7 @@ impl Panel for Packed {
     const BYTES: usize = BYTES * LANES;
 
     #[inline(always)]
-    unsafe fn load<S: Simd>(s: S, p: *const u8, _: usize) -> Tile<S> {
+    unsafe fn load<S: Simd>(s: S, p: *const u8, _: &Shared, _: usize) -> Tile<S> {
         let mut t = Tile::zero(s);
         // SAFETY: 16 scales and 8 quads.
         unsafe {

@@ -63,7 +63,6 @@ pub(crate) trait Simd: Copy {
     fn lanes(self, a: Self::F) -> [f32; LANES];
 
     fn splat_i(self, x: i32) -> Self::I;
-    unsafe fn load_i(self, p: *const i32) -> Self::I;
     /// 16 bytes, zero-extended.
     unsafe fn load_u8(self, p: *const u8) -> Self::I;
     /// 16 bytes, sign-extended.
@@ -71,7 +70,6 @@ pub(crate) trait Simd: Copy {
     /// Stores the lowest byte of each lane: for values in -128..=127.
     unsafe fn store_i8(self, p: *mut i8, x: Self::I);
     fn add_i(self, a: Self::I, b: Self::I) -> Self::I;
-    fn mul_i(self, a: Self::I, b: Self::I) -> Self::I;
     fn and_i(self, a: Self::I, b: Self::I) -> Self::I;
     fn or_i(self, a: Self::I, b: Self::I) -> Self::I;
     fn shl_i(self, a: Self::I, n: u32) -> Self::I;
@@ -86,6 +84,7 @@ pub(crate) trait Simd: Copy {
 
     fn splat_b(self, x: u8) -> Self::B;
     unsafe fn load_b(self, p: *const u8) -> Self::B;
+    unsafe fn store_b(self, p: *mut u8, x: Self::B);
     /// Four bytes, repeated 16 times.
     unsafe fn broadcast4(self, p: *const i8) -> Self::B;
     fn and_b(self, a: Self::B, b: Self::B) -> Self::B;

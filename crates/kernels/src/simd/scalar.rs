@@ -133,11 +133,6 @@ impl Simd for Scalar {
         [x; LANES]
     }
     #[inline(always)]
-    unsafe fn load_i(self, p: *const i32) -> Self::I {
-        // SAFETY: the caller vouches for 16 i32.
-        unsafe { p.cast::<Self::I>().read_unaligned() }
-    }
-    #[inline(always)]
     unsafe fn load_u8(self, p: *const u8) -> Self::I {
         // SAFETY: the caller vouches for 16 bytes.
         let x = unsafe { p.cast::<[u8; LANES]>().read_unaligned() };
@@ -158,10 +153,6 @@ impl Simd for Scalar {
     #[inline(always)]
     fn add_i(self, a: Self::I, b: Self::I) -> Self::I {
         each!(i => a[i].wrapping_add(b[i]))
-    }
-    #[inline(always)]
-    fn mul_i(self, a: Self::I, b: Self::I) -> Self::I {
-        each!(i => a[i].wrapping_mul(b[i]))
     }
     #[inline(always)]
     fn and_i(self, a: Self::I, b: Self::I) -> Self::I {
@@ -200,6 +191,11 @@ impl Simd for Scalar {
     unsafe fn load_b(self, p: *const u8) -> Self::B {
         // SAFETY: the caller vouches for 64 bytes.
         unsafe { p.cast::<Self::B>().read_unaligned() }
+    }
+    #[inline(always)]
+    unsafe fn store_b(self, p: *mut u8, x: Self::B) {
+        // SAFETY: the caller vouches for 64 bytes.
+        unsafe { p.cast::<Self::B>().write_unaligned(x) }
     }
     #[inline(always)]
     unsafe fn broadcast4(self, p: *const i8) -> Self::B {

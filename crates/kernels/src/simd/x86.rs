@@ -183,10 +183,6 @@ impl<const VNNI: bool> Simd for Avx2<VNNI> {
         op!([_mm256_set1_epi32(x); 2])
     }
     #[inline(always)]
-    unsafe fn load_i(self, p: *const i32) -> Self::I {
-        mem!([_mm256_loadu_si256(p.cast()), _mm256_loadu_si256(p.add(8).cast())])
-    }
-    #[inline(always)]
     unsafe fn load_u8(self, p: *const u8) -> Self::I {
         mem!([_mm256_cvtepu8_epi32(_mm_loadl_epi64(p.cast())), _mm256_cvtepu8_epi32(_mm_loadl_epi64(p.add(8).cast()))])
     }
@@ -206,10 +202,6 @@ impl<const VNNI: bool> Simd for Avx2<VNNI> {
     #[inline(always)]
     fn add_i(self, a: Self::I, b: Self::I) -> Self::I {
         two!(_mm256_add_epi32(a, b))
-    }
-    #[inline(always)]
-    fn mul_i(self, a: Self::I, b: Self::I) -> Self::I {
-        two!(_mm256_mullo_epi32(a, b))
     }
     #[inline(always)]
     fn and_i(self, a: Self::I, b: Self::I) -> Self::I {
@@ -247,6 +239,13 @@ impl<const VNNI: bool> Simd for Avx2<VNNI> {
     #[inline(always)]
     unsafe fn load_b(self, p: *const u8) -> Self::B {
         mem!([_mm256_loadu_si256(p.cast()), _mm256_loadu_si256(p.add(32).cast())])
+    }
+    #[inline(always)]
+    unsafe fn store_b(self, p: *mut u8, x: Self::B) {
+        mem!({
+            _mm256_storeu_si256(p.cast(), x[0]);
+            _mm256_storeu_si256(p.add(32).cast(), x[1])
+        })
     }
     #[inline(always)]
     unsafe fn broadcast4(self, p: *const i8) -> Self::B {
@@ -418,10 +417,6 @@ impl<const VNNI: bool> Simd for Avx512<VNNI> {
         op!(_mm512_set1_epi32(x))
     }
     #[inline(always)]
-    unsafe fn load_i(self, p: *const i32) -> Self::I {
-        mem!(_mm512_loadu_si512(p.cast()))
-    }
-    #[inline(always)]
     unsafe fn load_u8(self, p: *const u8) -> Self::I {
         mem!(_mm512_cvtepu8_epi32(_mm_loadu_si128(p.cast())))
     }
@@ -436,10 +431,6 @@ impl<const VNNI: bool> Simd for Avx512<VNNI> {
     #[inline(always)]
     fn add_i(self, a: Self::I, b: Self::I) -> Self::I {
         op!(_mm512_add_epi32(a, b))
-    }
-    #[inline(always)]
-    fn mul_i(self, a: Self::I, b: Self::I) -> Self::I {
-        op!(_mm512_mullo_epi32(a, b))
     }
     #[inline(always)]
     fn and_i(self, a: Self::I, b: Self::I) -> Self::I {
@@ -477,6 +468,10 @@ impl<const VNNI: bool> Simd for Avx512<VNNI> {
     #[inline(always)]
     unsafe fn load_b(self, p: *const u8) -> Self::B {
         mem!(_mm512_loadu_si512(p.cast()))
+    }
+    #[inline(always)]
+    unsafe fn store_b(self, p: *mut u8, x: Self::B) {
+        mem!(_mm512_storeu_si512(p.cast(), x))
     }
     #[inline(always)]
     unsafe fn broadcast4(self, p: *const i8) -> Self::B {
