@@ -55,7 +55,7 @@ impl Fill {
         let sign = |i: usize, random: &mut Random| match signs {
             0 => true,
             1 => false,
-            2 => i % 2 == 0,
+            2 => i.is_multiple_of(2),
             _ => random.below(2) == 0,
         };
         let value = |i: usize| match self {
@@ -248,7 +248,7 @@ fn products_side_by_side() {
                     Matrix::new(&exec, source, i % 5 != 0)
                 })
                 .collect();
-            let rows_of = |i: usize| (i % 3 == 0).then_some(&gather[..]);
+            let rows_of = |i: usize| i.is_multiple_of(3).then_some(&gather[..]);
             let outputs = |i: usize| vec![f32::NAN; matrices[i].rows() * rows_of(i).map_or(9, <[u32]>::len)];
             let [mut alone, mut together] = [(); 2].map(|()| (0..matrices.len()).map(outputs).collect::<Vec<_>>());
             for (i, out) in alone.iter_mut().enumerate() {

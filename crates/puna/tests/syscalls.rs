@@ -133,6 +133,7 @@ fn begin(sequence: usize, count: &mut usize) {
 }
 
 /// System calls of the child's steps; `None` where it cannot be traced.
+#[allow(clippy::zombie_processes)] // Tracing ends when the child has.
 fn traced() -> Option<BTreeMap<usize, Vec<c_long>>> {
     let mut child = Command::new(std::env::current_exe().unwrap())
         .args(["--exact", "a_warm_step_makes_no_system_call", "--nocapture", "--test-threads=1"])
