@@ -1,7 +1,8 @@
 //! One answer on a real model: the logits of SmolLM2 are the same bits with any number of threads, in chunks of any
 //! size, alone and beside others, with any instructions, packed or not, for each kind of cache.
 //!
-//! `cargo test` does this on a short text. On 2,500 tokens, with a line for each way to compute them (20 minutes):
+//! `cargo test` does this on a short text. On 2,500 tokens, with a line for each way to compute them (the better part
+//! of an hour on two cores, most of it without vector instructions):
 //!
 //!     cargo test --release -p puna --test invariants -- --ignored --nocapture
 
@@ -144,7 +145,7 @@ fn on_a_short_text() {
 }
 
 #[test]
-#[ignore = "takes 20 minutes: see above"]
+#[ignore = "takes the better part of an hour: see above"]
 fn on_a_long_text() {
     check(2500, &ways());
 }
