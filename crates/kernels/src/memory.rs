@@ -19,8 +19,8 @@ impl Memory {
             return Some(Memory::Heap(Vec::new())); // A map cannot be empty.
         }
         let map = MmapMut::map_anon(bytes).ok()?;
-        // Systems without large pages refuse, and nothing depends on them.
-        #[cfg(target_os = "linux")]
+        // Systems without large pages refuse, and nothing depends on them. Miri does not know the call.
+        #[cfg(all(target_os = "linux", not(miri)))]
         let _ = map.advise(memmap2::Advice::HugePage);
         Some(Memory::Map(map))
     }

@@ -74,8 +74,10 @@ impl Pool {
         self.workers.len() + 1
     }
 
-    /// Physical processors this process may use: the default number of threads.
+    /// Physical cores that this thread may use, by its affinity and its control groups: the default number of threads.
     pub fn default_threads() -> usize {
+        // The standard library knows affinity and quotas of both versions of control groups, but not which processors
+        // share a core.
         let logical = std::thread::available_parallelism().map_or(1, |n| n.get());
         logical.min(physical_cores().unwrap_or(logical)).max(1)
     }
@@ -205,16 +207,26 @@ impl Drop for Pool {
     }
 }
 
-/// Physical cores of the machine by the kernel's topology files; `None` where there are none.
+/// Physical cores among the processors that this thread may run on, by the files of Linux; `None` without these.
 fn physical_cores() -> Option<usize> {
+    let status = std::fs::read_to_string("/proc/thread-self/status").ok()?;
+    let allowed = status.lines().find_map(|line| line.strip_prefix("Cpus_allowed_list:"))?;
+    let siblings = |cpu: usize| {
+        std::fs::read_to_string(format!("/sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list")).ok()
+    };
+    count_cores(allowed, siblings)
+}
+
+/// Cores of the processors of a list as `0-3,8`; processors of one core name the same siblings.
+fn count_cores(allowed: &str, siblings: impl Fn(usize) -> Option<String>) -> Option<usize> {
     let mut cores = std::collections::BTreeSet::new();
-    for entry in std::fs::read_dir("/sys/devices/system/cpu").ok()?.flatten() {
-        let siblings = entry.path().join("topology/thread_siblings_list");
-        if let Ok(list) = std::fs::read_to_string(siblings) {
-            cores.insert(list.trim().to_string());
+    for range in allowed.trim().split(',') {
+        let (first, last) = range.split_once('-').unwrap_or((range, range));
+        for cpu in first.parse::<usize>().ok()?..=last.parse().ok()? {
+            cores.insert(siblings(cpu)?.trim().to_owned());
         }
     }
-    (!cores.is_empty()).then_some(cores.len())
+    Some(cores.len())
 }
 
 /// Memory that several threads write, each its own part.
@@ -324,5 +336,40 @@ mod tests {
             }
         });
         assert_eq!(sum.into_inner(), 4 * 200 * 15);
+    }
+
+    #[test]
+    fn processors_of_one_core_count_once() {
+        // Eight processors, of which i and i + 4 share a core.
+        let paired = |cpu: usize| (cpu < 8).then(|| format!("{},{}\n", cpu % 4, cpu % 4 + 4));
+        for (allowed, cores) in
+            [("0-7", 4), ("0-3", 4), ("0,4", 1), ("\t1,2,5", 2), ("2-6", 4), ("3\n", 1), ("0-1,4-5", 2)]
+        {
+            assert_eq!(count_cores(allowed, paired), Some(cores), "{allowed}");
+        }
+        for unknown in ["", "x", "0-", "7-8", "1,,2"] {
+            assert_eq!(count_cores(unknown, paired), None, "{unknown}");
+        }
+        assert_eq!(count_cores("0-7", |cpu| Some(cpu.to_string())), Some(8), "one processor a core");
+    }
+
+    /// What `taskset` does, on a thread of its own.
+    #[cfg(target_os = "linux")]
+    #[test]
+    #[cfg_attr(miri, ignore = "asks the system")]
+    fn affinity_is_honoured() {
+        use nix::sched::{CpuSet, sched_getaffinity, sched_setaffinity};
+        use nix::unistd::Pid;
+        let this = Pid::from_raw(0);
+        let all = sched_getaffinity(this).unwrap();
+        let cpus: Vec<usize> = (0..CpuSet::count()).filter(|&cpu| all.is_set(cpu).unwrap()).collect();
+        assert!((1..=cpus.len()).contains(&Pool::default_threads()));
+        let alone = std::thread::spawn(move || {
+            let mut one = CpuSet::new();
+            one.set(cpus[cpus.len() - 1]).unwrap();
+            sched_setaffinity(this, &one).unwrap();
+            Pool::default_threads()
+        });
+        assert_eq!(alone.join().unwrap(), 1);
     }
 }

@@ -1,36 +1,19 @@
 //! SmolLM2-135M against values computed in float32 on its dequantized weights (testdata/real).
-//!
-//! The model is not part of the repository: `scripts/fetch-model` brings it. Where it is not at hand these tests say so
-//! and pass.
 
 #![allow(clippy::unwrap_used)]
+
+mod support;
 
 use puna::sampler::{LogSoftmax, PartialSampling};
 use puna::{Engine, EngineOptions, KvType, Request};
 use puna_model::{Batch, Outputs};
 use puna_text::EncodeOptions;
 use serde_json::{Value, json};
-use std::path::PathBuf;
+use support::real::{self, ids};
 
 fn load() -> Option<(Engine, Value)> {
-    let cache = std::env::var_os("PUNA_CACHE").map(PathBuf::from).or_else(|| {
-        let home = std::env::home_dir()?.join(".cache");
-        Some(std::env::var_os("XDG_CACHE_HOME").map_or(home, PathBuf::from).join("puna"))
-    });
-    let fetched = cache.map(|c| c.join("SmolLM2-135M-Instruct.Q4_1.gguf"));
-    let path = std::env::var_os("PUNA_TEST_MODEL").map(PathBuf::from).or(fetched);
-    let Some(path) = path.filter(|p| p.exists()) else {
-        eprintln!("skipped: no model; scripts/fetch-model fetches it");
-        return None;
-    };
-    let root = PathBuf::from(env!("CARGO_MANIFEST_DIR")).join("../../testdata/real");
-    let reference = std::fs::read(root.join("smollm2-135m-q4_1.json")).unwrap();
-    let engine = Engine::load(path, &EngineOptions::default(), &mut |_, _| {}).unwrap();
-    Some((engine, serde_json::from_slice(&reference).unwrap()))
-}
-
-fn ids(value: &Value) -> Vec<u32> {
-    value.as_array().unwrap().iter().map(|id| id.as_u64().unwrap() as u32).collect()
+    let engine = Engine::load(real::model()?, &EngineOptions::default(), &mut |_, _| {}).unwrap();
+    Some((engine, real::reference()))
 }
 
 /// Logits of every position, `[T, vocab]`.
@@ -99,28 +82,5 @@ fn chats_as_the_reference_does() {
                 .unwrap();
             assert_eq!(text, chat["greedy_text"].as_str().unwrap());
         }
-    }
-}
-
-/// The promise on a real model: threads, chunks, neighbours and levels change no bit.
-#[test]
-fn one_answer() {
-    let Some((mut engine, reference)) = load() else { return };
-    let text = ids(&reference["texts"][3]["ids"])[..150].to_vec();
-    let whole = logits(&mut engine, &text, KvType::F16);
-    let model = engine.model_mut();
-    let vocab = model.config().vocab_size;
-    let mut kv = model.kv_cache(KvType::F16);
-    let (a, b) = (kv.add(), kv.add());
-    let mut batch = Batch::default();
-    for (i, &token) in text.iter().enumerate() {
-        batch.clear();
-        let neighbours = [17 + i as u32, 4242, 99];
-        batch.push(b, 3 * i, &neighbours, Outputs::None);
-        batch.push(a, i, &[token], Outputs::Last);
-        let row = model.forward(&batch, &mut kv).unwrap();
-        assert_eq!(row.len(), vocab);
-        let same = row.iter().zip(&whole[i]).all(|(x, y)| x.to_bits() == y.to_bits());
-        assert!(same, "position {i} alone and in the whole prompt");
     }
 }

@@ -1,6 +1,8 @@
 //! What tests of the engine share: models, requests and answers.
 #![allow(dead_code, clippy::unwrap_used)]
 
+pub mod real;
+
 use puna::sampler::PartialSampling;
 use puna::{Engine, EngineOptions, Event, Finish, LoadOptions, Logprobs, Prompt, Request};
 use std::path::PathBuf;
