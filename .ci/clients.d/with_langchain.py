@@ -1,7 +1,7 @@
 # /// script
 # dependencies = ["langchain-openai==1.7.4"]
 # ///
-"""langchain-openai: chats, streams, tools, structured output and embeddings."""
+"""langchain-openai: chats, streams, tools, structured output, embeddings and errors."""
 
 import asyncio
 import math
@@ -9,6 +9,7 @@ import sys
 import warnings
 from typing import Literal
 
+from langchain_core.exceptions import ContextOverflowError
 from langchain_core.messages import HumanMessage, SystemMessage, ToolMessage
 from langchain_core.tools import tool
 from langchain_openai import ChatOpenAI, OpenAIEmbeddings
@@ -105,6 +106,17 @@ def embeddings():
     assert embeddings.embed_query(texts[2]) == vectors[2]
 
 
-for check in [answers, streams, tools, structures, embeddings]:
+def errors():
+    """What is too long is known as such, so that a chain can go on with another model."""
+    for ask in [chat.invoke, lambda messages: list(chat.stream(messages))]:
+        try:
+            ask([HumanMessage("word " * 9000)])
+        except ContextOverflowError as error:
+            assert "9031" in str(error) and "8192" in str(error), error
+        else:
+            raise AssertionError("it fits")
+
+
+for check in [answers, streams, tools, structures, embeddings, errors]:
     check()
     print(check.__name__, flush=True)

@@ -63,6 +63,7 @@ def tools():
 
 def schemas():
     schema = {"type": "object", "properties": {"legs": {"enum": [2, 4]}}, "required": ["legs"]}
+    schema["additionalProperties"] = False
     kind = {"type": "json_schema", "json_schema": {"name": "animal", "strict": True, "schema": schema}}
     answer = chat([{"role": "user", "content": "Describe a llama."}], response_format=kind, max_tokens=60)
     assert json.loads(answer.choices[0].message.content)["legs"] in (2, 4), answer

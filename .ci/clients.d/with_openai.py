@@ -309,7 +309,7 @@ def too_many():
     options = dict(model=MODEL, prompt="Once", n=128, max_tokens=2000, stream=True, extra_body={"ignore_eos": True})
     streams = [client.completions.create(**options) for _ in range(1 + limits["queue"] // 128)]
     refused = expect(openai.RateLimitError, lambda: client.completions.create(**options))
-    assert refused.response.headers["retry-after"] == "1", refused.response.headers
+    assert 1 <= int(refused.response.headers["retry-after"]) <= 60, refused.response.headers
     for stream in streams:
         stream.close()
     patient = client.with_options(max_retries=20)

@@ -71,7 +71,7 @@ struct LimitArgs {
     /// Most tokens of an answer, whatever a request asks for [default: as many as the context holds]
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..))]
     max_tokens: Option<u32>,
-    /// Most MiB of keys and values of each model [default: half of the memory that is free when it is loaded]
+    /// Most MiB of keys and values of each model [default: its part of half of the memory that is free when all are loaded]
     #[arg(long, value_name = "MIB", value_parser = clap::value_parser!(u32).range(1..))]
     kv_memory: Option<u32>,
     /// Connections at once; more wait to be accepted

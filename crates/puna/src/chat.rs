@@ -83,6 +83,12 @@ impl Chat {
         made.as_ref().map_err(Clone::clone)
     }
 
+    /// Makes now what is made when it is first used: the compiled template, and the tables that grammars need, which
+    /// takes some tenths of a second for a large vocabulary. What is wrong with them is told when they are used.
+    pub fn prepare(&self) {
+        let (_, _) = (self.compiled(None), self.grammars());
+    }
+
     /// The source of the model's chat template.
     pub fn template(&self) -> Option<&str> {
         self.0.source.as_deref()
@@ -230,6 +236,7 @@ fn open_arguments(call: &mut Value) {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::files::ModelFiles;
 
     #[test]
     fn contents_become_text() {
@@ -243,6 +250,19 @@ mod tests {
         assert_eq!(normal[0], json!({ "role": "user", "content": "a b" }));
         assert_eq!(normal[1], json!({ "role": "assistant", "content": "", "tool_calls": [1] }));
         assert_eq!(normal[2]["content"], "");
+    }
+
+    #[test]
+    fn what_is_prepared_is_there() {
+        let tokenizer = ModelFiles::open("../../testdata/models/qwen3-qknorm/model-f32.gguf").unwrap();
+        let tokenizer = Arc::new(tokenizer.into_parts().1.unwrap());
+        for (tokenizer, source) in [(Some(tokenizer), "{{ messages }}"), (None, "{% broken")] {
+            let chat = Chat::new("here".into(), tokenizer.clone(), Some(source.to_owned()));
+            assert!(chat.0.grammars.get().is_none());
+            chat.prepare();
+            let (template, grammars) = (chat.0.template.get().unwrap(), chat.0.grammars.get().unwrap());
+            assert_eq!((template.is_ok(), grammars.is_ok()), (tokenizer.is_some(), tokenizer.is_some()));
+        }
     }
 
     #[test]

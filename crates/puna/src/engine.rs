@@ -32,8 +32,11 @@ pub struct EngineOptions {
     /// How keys and values are kept.
     pub kv: KvType,
     /// Most bytes of keys and values, of running sequences and of prefixes that are kept for later ones; they are taken
-    /// as they are needed. `None`: half of the memory that is free when the model is loaded, and at least one context.
+    /// as they are needed. `None`: half of `free_memory`, and at least one context.
     pub kv_bytes: Option<usize>,
+    /// Bytes that are free for this model; `None`: what [`free_memory`] says when its weights are in memory. Engines that
+    /// share a machine share what is free, too.
+    pub free_memory: Option<usize>,
     /// Positions of a sequence; `None`: the model's own, at most [`DEFAULT_CTX`] where the sequence grows. Never more
     /// than `kv_bytes` hold.
     pub ctx: Option<usize>,
@@ -54,11 +57,22 @@ impl Default for EngineOptions {
             load: LoadOptions::default(),
             kv: KvType::F16,
             kv_bytes: None,
+            free_memory: None,
             ctx: None,
             chunk: 512,
             max_running: 128,
             draft: None,
         }
+    }
+}
+
+impl EngineOptions {
+    /// The same as far as a model's files allow: where they have no output projection none is loaded, and nothing drafts.
+    pub fn for_files(&self, files: &ModelFiles) -> EngineOptions {
+        if files.has_head() {
+            return self.clone();
+        }
+        EngineOptions { load: LoadOptions { head: false, ..self.load }, draft: None, ..self.clone() }
     }
 }
 
@@ -111,6 +125,29 @@ pub struct Engine {
     pub(crate) watch: Watch,
 }
 
+/// A model whose weights are in memory, before it is known how much of the rest is for keys and values.
+pub struct Loaded {
+    model: Model,
+    path: PathBuf,
+    declared: Result<Declared, Error>,
+    tokenizer: Option<Arc<Tokenizer>>,
+    template: Option<String>,
+    sampling: PartialSampling,
+}
+
+impl Loaded {
+    /// Loads a model's weights.
+    ///
+    /// # Errors
+    /// As [`Model::load`].
+    pub fn new(files: ModelFiles, options: &LoadOptions, progress: &mut Progress) -> Result<Loaded, Error> {
+        let (path, declared) = (files.path(), files.embedding());
+        let (source, tokenizer, template, sampling) = files.into_parts();
+        let model = Model::load(source.checkpoint(), options, progress)?;
+        Ok(Loaded { model, path, declared, tokenizer: tokenizer.map(Arc::new), template, sampling })
+    }
+}
+
 impl Engine {
     /// Loads a model.
     ///
@@ -127,11 +164,17 @@ impl Engine {
     /// Loads a model whose files are open.
     ///
     /// # Errors
-    /// As [`Model::load`]; [`Error::KvBytes`]; as [`DraftModel::load`](crate::draft::DraftModel::load).
+    /// As [`Model::load`] and [`Engine::new`].
     pub fn from_files(files: ModelFiles, options: &EngineOptions, progress: &mut Progress) -> Result<Engine, Error> {
-        let (path, declared) = (files.path(), files.embedding());
-        let (source, tokenizer, template, sampling) = files.into_parts();
-        let model = Model::load(source.checkpoint(), &options.load, progress)?;
+        Engine::new(Loaded::new(files, &options.load, progress)?, options)
+    }
+
+    /// An engine for a model whose weights are in memory.
+    ///
+    /// # Errors
+    /// [`Error::KvBytes`]; as [`DraftModel::load`](crate::draft::DraftModel::load).
+    pub fn new(loaded: Loaded, options: &EngineOptions) -> Result<Engine, Error> {
+        let Loaded { model, path, declared, tokenizer, template, sampling } = loaded;
         let own = model.config().context_length;
         let wish = options.ctx.unwrap_or(own.min(DEFAULT_CTX));
         let kv = kv_cache(&model, options, wish)?;
@@ -149,7 +192,7 @@ impl Engine {
             declared,
             chunk: options.chunk.max(1),
             max_running: options.max_running.max(1),
-            tokenizer: tokenizer.map(Arc::new),
+            tokenizer,
             grammars: OnceLock::new(),
             model,
             template,
@@ -183,6 +226,11 @@ impl Engine {
     /// The model, for computing beside the engine's sequences.
     pub fn model_mut(&mut self) -> &mut Model {
         &mut self.model
+    }
+
+    /// Whether it can answer: a model that was loaded without its output projection has embeddings only.
+    pub fn has_head(&self) -> bool {
+        self.model.has_head()
     }
 
     /// Positions of a text that is embedded.
@@ -494,7 +542,8 @@ impl Engine {
 fn kv_cache(model: &Model, options: &EngineOptions, ctx: usize) -> Result<KvCache, Error> {
     let block = model.kv_cache(options.kv).block_bytes();
     let context = ctx.div_ceil(KV_BLOCK).saturating_mul(block);
-    let bytes = options.kv_bytes.unwrap_or_else(|| (free_memory() / 2).max(context));
+    let half = || options.free_memory.unwrap_or_else(free_memory) / 2;
+    let bytes = options.kv_bytes.unwrap_or_else(|| half().max(context));
     if bytes < block {
         return Err(Error::KvBytes { bytes, block });
     }
@@ -502,7 +551,7 @@ fn kv_cache(model: &Model, options: &EngineOptions, ctx: usize) -> Result<KvCach
 }
 
 /// Bytes that the system, or the group of processes that this one belongs to, can still give.
-fn free_memory() -> usize {
+pub fn free_memory() -> usize {
     let memory = sysinfo::MemoryRefreshKind::nothing().with_ram();
     let system = sysinfo::System::new_with_specifics(sysinfo::RefreshKind::nothing().with_memory(memory));
     let group = system.cgroup_limits().map_or(u64::MAX, |limits| limits.free_memory);

@@ -52,6 +52,11 @@ impl ModelFiles {
         self.source.checkpoint()
     }
 
+    /// Whether there is an output projection, its own or the embedding. A model without one has embeddings only.
+    pub fn has_head(&self) -> bool {
+        self.checkpoint().missing_head().is_none()
+    }
+
     /// The file or folder.
     pub fn path(&self) -> PathBuf {
         self.source.path().to_owned()

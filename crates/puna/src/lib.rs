@@ -39,7 +39,7 @@ pub use chat::{Chat, ChatEnd, Conversation};
 pub use convert::{Conversion, ConvertOptions};
 pub use draft::{DraftBy, DraftOptions, DraftStats, Drafter};
 pub use embed::{EmbedOptions, Embedding};
-pub use engine::{Engine, EngineOptions, Status};
+pub use engine::{Engine, EngineOptions, Loaded, Status, free_memory};
 pub use error::Error;
 pub use files::ModelFiles;
 pub use grammar::{Grammar, Grammars, ToolChoice, ToolGrammar};

@@ -4,14 +4,14 @@ use crate::app::App;
 use crate::openai::{ApiError, Kind};
 use axum::body::{Body, Bytes};
 use axum::extract::{Request, State};
-use axum::http::{HeaderValue, Method, StatusCode, header};
+use axum::http::{HeaderName, HeaderValue, Method, StatusCode, header};
 use axum::middleware::Next;
 use axum::response::{IntoResponse, Response};
 use http_body_util::BodyExt;
 use serde::Serialize;
 use serde_json::Value;
 use std::sync::Arc;
-use std::time::Instant;
+use std::time::{Duration, Instant};
 use tokio::sync::{OwnedSemaphorePermit, Semaphore};
 
 /// A body, and the place that it takes among all that are being read.
@@ -76,17 +76,24 @@ pub(crate) fn json(status: StatusCode, value: &impl Serialize) -> Response {
     }
 }
 
+/// When to ask again, where nothing tells how long it takes.
+const RETRY_AFTER: Duration = Duration::from_secs(1);
+
 impl IntoResponse for ApiError {
     fn into_response(self) -> Response {
         let status = StatusCode::from_u16(self.kind.status()).unwrap_or(StatusCode::INTERNAL_SERVER_ERROR);
         let mut response = json(status, &self.body());
-        let mut set = |name: &'static str, value: &'static str| {
-            response.headers_mut().insert(name, HeaderValue::from_static(value));
+        let mut set = |name: &'static str, value: &str| {
+            // Numbers and words can be written in a header.
+            response
+                .headers_mut()
+                .extend(HeaderValue::from_str(value).map(|value| (HeaderName::from_static(name), value)));
         };
         match self.kind {
             Kind::RateLimit | Kind::Unavailable => {
-                set("retry-after", "1");
-                set("retry-after-ms", "1000");
+                let wait = self.retry_after.unwrap_or(RETRY_AFTER);
+                set("retry-after", &wait.as_secs_f64().ceil().to_string());
+                set("retry-after-ms", &wait.as_millis().to_string());
                 set("x-should-retry", "true");
             }
             // The same request would fail again.

@@ -1,18 +1,20 @@
 //! The models that are served, by name.
 
 use crate::error::Error;
+use crate::loading::Loading;
 use crate::metrics::ModelMetrics;
 use crate::openai::{ApiError, Card, Job, Kind};
 use crate::options::Options;
+use crate::room::{Full, Place, Room};
 use crate::worker::{Command, Said, Worker};
-use puna::{EmbedOptions, Engine, ModelFiles};
+use puna::EmbedOptions;
 use std::collections::HashMap;
 use std::path::{Path, PathBuf};
 use std::sync::mpsc::{Receiver, Sender, channel};
-use std::sync::{Arc, Mutex, OnceLock, PoisonError};
+use std::sync::{Arc, OnceLock};
 use std::thread::JoinHandle;
 use std::time::Instant;
-use tokio::sync::{OwnedSemaphorePermit, Semaphore, mpsc, oneshot};
+use tokio::sync::{mpsc, oneshot};
 
 /// A model that is served, or will be when it is loaded.
 pub(crate) struct Model {
@@ -20,30 +22,25 @@ pub(crate) struct Model {
     pub metrics: Arc<ModelMetrics>,
     card: OnceLock<Arc<Card>>,
     commands: Sender<Command>,
-    /// A permit for each answer that may run or wait.
-    room: Arc<Semaphore>,
-    /// How many permits there are.
-    most: usize,
+    room: Room,
     thread: OnceLock<JoinHandle<()>>,
 }
 
 /// An accepted request: what it hears, and its place among those who run or wait.
 pub(crate) struct Accepted {
     pub events: mpsc::UnboundedReceiver<Said>,
-    pub _permit: OwnedSemaphorePermit,
+    pub _place: Place,
 }
 
 impl Model {
     fn new(id: String, options: &Options) -> (Model, Receiver<Command>) {
         let (sender, receiver) = channel();
-        let most = (options.engine.max_running + options.limits.queue).clamp(1, Semaphore::MAX_PERMITS);
         let model = Model {
             id,
             metrics: Arc::default(),
             card: OnceLock::new(),
             commands: sender,
-            room: Arc::new(Semaphore::new(most)),
-            most,
+            room: Room::new(options.engine.max_running.saturating_add(options.limits.queue)),
             thread: OnceLock::new(),
         };
         (model, receiver)
@@ -61,6 +58,12 @@ impl Model {
         self.card.get().ok_or_else(|| unavailable("the model is being loaded").code("model_loading"))
     }
 
+    /// From here on it can be asked.
+    pub fn set_card(&self, card: Card) {
+        // It is set here and nowhere else.
+        let _ = self.card.set(Arc::new(card));
+    }
+
     pub fn is_loaded(&self) -> bool {
         self.card.get().is_some()
     }
@@ -73,15 +76,16 @@ impl Model {
     ///
     /// # Errors
     /// If there is none, or can be none.
-    fn place(&self, n: usize) -> Result<OwnedSemaphorePermit, ApiError> {
-        if n > self.most {
-            let what = format!("the request asks for {n} answers at once; the server takes at most {}", self.most);
-            return Err(ApiError::new(Kind::Invalid, what));
-        }
-        let permit = self.room.clone().try_acquire_many_owned(u32::try_from(n).unwrap_or(u32::MAX));
-        permit.map_err(|_| {
-            let what = format!("{}: too many requests wait already; try again later", self.id);
-            ApiError::new(Kind::RateLimit, what).code("queue_full")
+    fn place(&self, n: usize) -> Result<Place, ApiError> {
+        self.room.take(n).map_err(|full| match full {
+            Full::Never { most } => {
+                let what = format!("the request asks for {n} answers at once; the server takes at most {most}");
+                ApiError::new(Kind::Invalid, what)
+            }
+            Full::Later(wait) => {
+                let what = format!("{}: too many requests wait already; try again later", self.id);
+                ApiError { retry_after: Some(wait), ..ApiError::new(Kind::RateLimit, what).code("queue_full") }
+            }
         })
     }
 
@@ -100,7 +104,7 @@ impl Model {
     /// # Errors
     /// Too many wait, or the engine refuses it.
     pub async fn generate(&self, name: Arc<str>, job: &mut Job) -> Result<Accepted, ApiError> {
-        let permit = self.place(job.requests.iter().map(|request| request.n).sum())?;
+        let place = self.place(job.requests.iter().map(|request| request.n).sum())?;
         let (accepted, answer) = oneshot::channel();
         let (sender, events) = mpsc::unbounded_channel();
         let mut requests = std::mem::take(&mut job.requests);
@@ -108,7 +112,7 @@ impl Model {
         self.send(Command::Generate { name, requests, accepted, events: sender })?;
         let answer = answer.await.map_err(self.has_gone())?;
         answer.map_err(|e| ApiError::of_engine("", &e))?;
-        Ok(Accepted { events, _permit: permit })
+        Ok(Accepted { events, _place: place })
     }
 
     /// Embeds texts.
@@ -116,7 +120,7 @@ impl Model {
     /// # Errors
     /// Too many wait, or the engine refuses them.
     pub async fn embed(&self, texts: Vec<Vec<u32>>, options: EmbedOptions) -> Result<Vec<Vec<f32>>, ApiError> {
-        let _permit = self.place(1)?;
+        let _place = self.place(1)?;
         let (reply, answer) = oneshot::channel();
         self.send(Command::Embed { texts, options, reply })?;
         let answer = answer.await.map_err(self.has_gone())?;
@@ -154,17 +158,14 @@ impl Models {
     /// Names that do not fit together; no thread.
     pub fn start(options: &Options, failed: mpsc::Sender<Error>) -> Result<Models, Error> {
         let (paths, names) = named(options)?;
-        let turn = Arc::new(Mutex::new(()));
+        let loading = Arc::new(Loading::new(paths.len()));
         let mut list = Vec::new();
         for (id, path) in paths {
             let (model, commands) = Model::new(id, options);
             let model = Arc::new(model);
-            let (shared, failed, turn, options) = (model.clone(), failed.clone(), turn.clone(), options.clone());
+            let (shared, failed, loading, options) = (model.clone(), failed.clone(), loading.clone(), options.clone());
             let run = move || {
-                // Memory that is free is measured with those in place that came before.
-                let guard = turn.lock().unwrap_or_else(PoisonError::into_inner);
-                let loaded = load(&shared, &path, &options);
-                drop(guard);
+                let loaded = loading.load(&shared, &path, &options);
                 let metrics = shared.metrics.clone();
                 // The thread must not keep itself alive: it ends when nobody can send commands.
                 drop(shared);
@@ -233,31 +234,6 @@ impl Models {
         names.sort_unstable();
         names
     }
-}
-
-fn load(model: &Model, path: &Path, options: &Options) -> Result<Engine, puna::Error> {
-    let start = Instant::now();
-    let files = ModelFiles::open(path)?;
-    files.notices().iter().for_each(|notice| tracing::warn!(model = model.id, "{notice}"));
-    let mut engine = Engine::from_files(files, &options.engine, &mut |_, _| {})?;
-    engine.notices().iter().for_each(|notice| tracing::warn!(model = model.id, "{notice}"));
-    let (limit, kv) = (engine.status().kv_limit, options.engine.kv);
-    let block = engine.model_mut().kv_cache(kv).block_bytes();
-    model.metrics.blocks.set((limit / block.max(1)) as f64);
-    let vectors = options.vectors.clone();
-    let unfit = vectors.each(|name, vector| vector.check(engine.config()).err().map(|e| (name.to_owned(), e)));
-    unfit.iter().for_each(|(name, e)| tracing::warn!(model = model.id, vector = name, "{e}"));
-    let bandwidth = if options.profile { engine.model_mut().read_bandwidth() } else { None };
-    let card = Card::new(&model.id, &engine, &options.engine);
-    let mut card = Card { max_tokens: options.limits.max_tokens, vectors, bandwidth, ..card };
-    if let Some(template) = &options.template {
-        card.chat = card.chat.with_template(template.clone());
-    }
-    let (ctx, seconds) = (card.ctx, start.elapsed().as_secs_f64());
-    tracing::info!(model = model.id, path = %path.display(), ctx, kv_bytes = limit, seconds, "loaded");
-    // It is set here and nowhere else.
-    let _ = model.card.set(Arc::new(card));
-    Ok(engine)
 }
 
 type Named = (Vec<(String, PathBuf)>, HashMap<String, usize>);

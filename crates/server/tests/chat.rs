@@ -363,6 +363,10 @@ fn a_prompt_that_is_too_long_is_refused_with_both_numbers() {
     let error = reply.error();
     assert_eq!(error["code"], "context_length_exceeded");
     assert_eq!(error["param"], "messages");
+    // litellm and langchain look for these.
+    for known in ["Input tokens exceed the configured limit", "this model's maximum context length is"] {
+        assert!(error["message"].as_str().unwrap().contains(known), "{error}");
+    }
     let numbers: Vec<u64> = error["message"]
         .as_str()
         .unwrap()

@@ -157,6 +157,41 @@ fn too_many_are_told_to_come_again() {
 }
 
 #[test]
+fn when_to_come_again_depends_on_how_fast_answers_end() {
+    let mut options = slow();
+    (options.engine.max_running, options.limits.queue) = (2, 1);
+    let server = Running::start(options);
+    let wait = |n: usize| {
+        let reply = server.post(CHAT, &chat(json!({ "n": n })));
+        assert_eq!(reply.status, 429);
+        let number = |name: &str| reply.header(name).unwrap().parse::<u64>().unwrap();
+        assert_eq!(number("retry-after"), number("retry-after-ms").div_ceil(1000));
+        number("retry-after-ms")
+    };
+    let start = Instant::now();
+    let held: Vec<_> = (0..3)
+        .map(|_| begin(server.address, "POST", CHAT, &[], endless(json!({ "stream": true })).to_string().as_bytes()))
+        .map(|mut stream| {
+            assert_eq!(read_head(&mut stream).0, 200);
+            stream
+        })
+        .collect();
+    std::thread::sleep(Duration::from_millis(1600));
+    // None has ended so far.
+    let (one, three) = (wait(1), wait(3));
+    let most = start.elapsed().as_millis() as u64;
+    assert!((1600..=most).contains(&one), "{one} of {most}");
+    assert!((3 * one..=3 * most).contains(&three), "{three}, {one}");
+    drop(held);
+    server.wait_idle(Duration::from_secs(5));
+    // Many have ended since, in no time.
+    let first = start_stream(&server, &endless(json!({ "stream": true })));
+    (0..8).for_each(|_| drop(server.chat(json!({ "max_tokens": 1, "n": 2 }))));
+    assert_eq!(wait(3), 1000);
+    drop(first);
+}
+
+#[test]
 fn bodies_have_a_limit() {
     let mut options = support::options(256);
     options.limits.body = 10_000;

@@ -68,6 +68,42 @@ fn tools_are_called_when_they_must_be() {
     }
 }
 
+/// What a stream says, put together: null where no piece has content.
+fn streamed(server: &Running, fields: &Value) -> Value {
+    let chunks = server.post(PATH, &chat(with(fields.clone(), json!({ "stream": true })))).events();
+    let contents = chunks.iter().filter_map(|chunk| chunk["choices"][0]["delta"]["content"].as_str());
+    contents.fold(Value::Null, |all, text| json!(all.as_str().unwrap_or("").to_owned() + text))
+}
+
+#[test]
+fn white_space_before_calls_is_nothing_said() {
+    let server = Running::start(support::options(4096));
+    let id = |text: &str| server.post("/tokenize", &json!({ "prompt": text })).json()["tokens"][0].to_string();
+    let blank = json!({ id("\n"): 100, id(" "): 100 });
+    for choice in [json!("required"), json!({ "type": "function", "function": { "name": "climate" } })] {
+        for seed in 0..3 {
+            let fields = json!({ "logit_bias": blank, "parallel_tool_calls": false, "max_tokens": 4000, "seed": seed });
+            let fields = with(with_tools(choice.clone()), with(fields, json!({ "logprobs": true })));
+            let choice = server.chat(fields.clone())["choices"][0].clone();
+            let (message, tokens) = (&choice["message"], choice["logprobs"]["content"].as_array().unwrap());
+            assert!(tokens[0]["token"].as_str().unwrap().trim().is_empty(), "{}", tokens[0]);
+            assert_eq!((&message["content"], message["tool_calls"].as_array().unwrap().len()), (&Value::Null, 1));
+            assert_eq!(streamed(&server, &fields), Value::Null);
+        }
+    }
+    // Without calls it is what was said, at last; and so is it before a word.
+    let auto = with(with_tools(json!("auto")), json!({ "max_tokens": 6, "ignore_eos": true }));
+    let word = with(blank.clone(), json!({ id("A"): 100 }));
+    for bias in [blank, word] {
+        for seed in 0..4 {
+            let fields = with(auto.clone(), json!({ "logit_bias": bias, "seed": seed }));
+            let content = server.chat(fields.clone())["choices"][0]["message"]["content"].clone();
+            assert_eq!(content.as_str().map(str::len), Some(6), "{content}");
+            assert_eq!(streamed(&server, &fields), content);
+        }
+    }
+}
+
 #[test]
 fn tools_are_not_called_when_they_must_not_be() {
     let server = Running::start(support::options(1024));
@@ -104,6 +140,21 @@ fn answers_are_json_of_a_schema() {
     let fields = json!({ "response_format": format, "max_tokens": 300, "temperature": 0 });
     let text = server.complete(fields)["choices"][0]["text"].as_str().unwrap().to_owned();
     assert!(serde_json::from_str::<Value>(&text).unwrap()["ok"].is_boolean());
+}
+
+#[test]
+fn grammars_are_the_same_when_asked_for_again() {
+    let server = Running::start(support::options(512));
+    let schema = json!({ "type": "object", "required": ["n"], "properties": { "n": { "enum": [1, 2, 3] } },
+        "additionalProperties": false });
+    let format = json!({ "type": "json_schema", "json_schema": { "name": "x", "schema": schema } });
+    let ask = |seed: u64| {
+        let fields = json!({ "response_format": format, "temperature": 1, "seed": seed, "max_tokens": 300,
+            "ignore_eos": false });
+        server.chat(fields)["choices"].clone()
+    };
+    let first: Vec<Value> = (0..4).map(ask).collect();
+    assert_eq!(first, (0..4).map(ask).collect::<Vec<Value>>());
 }
 
 #[test]

@@ -54,6 +54,7 @@ pub fn run(args: &BatchArgs) -> Result<(), Error> {
     let mut options = args.options.engine();
     options.max_running = args.parallel.into();
     options.draft = args.draft.engine();
+    let options = options.for_files(&files);
     let mut loading = Progress::new("loading", Unit::Bytes);
     let mut engine = Engine::from_files(files, &options, &mut |done, total| loading.update(done, total))?;
     loading.finish();

@@ -4,6 +4,7 @@
 //! (`schema.rs`), sizes and work are bounded, and a mask that cannot be made ends the answer. The mask of the next token
 //! depends on tokens that are known, so a thread of its own makes it while the model computes.
 
+mod recent;
 mod schema;
 mod state;
 mod tools;
@@ -29,11 +30,12 @@ const STACK: usize = 256 << 20;
 /// White space between the parts of JSON. Without a bound a model can write nothing else for ever.
 const JSON_SPACE: &str = r"[\x20\x0A\x0D\x09]{1,64}";
 
-/// Compiles grammars for the answers of one model.
+/// Compiles grammars for the answers of one model, and keeps those that were used lately.
 pub struct Grammars {
     factory: ParserFactory,
     tokenizer: Arc<Tokenizer>,
     worker: state::Worker,
+    recent: recent::Recent,
 }
 
 /// A grammar that answers can follow. Cheap to clone.
@@ -78,7 +80,8 @@ impl Grammars {
         limits.max_grammar_size = 200_000;
         limits.max_lexer_states = 20_000;
         limits.verbose_errors = false;
-        Ok(Arc::new(Grammars { factory, tokenizer: tokenizer.clone(), worker: state::Worker::default() }))
+        let (worker, recent) = (state::Worker::default(), recent::Recent::default());
+        Ok(Arc::new(Grammars { factory, tokenizer: tokenizer.clone(), worker, recent }))
     }
 
     /// Any JSON object.
@@ -166,6 +169,19 @@ impl Grammars {
     }
 
     fn compile(self: &Arc<Grammars>, kind: &'static str, grammar: TopLevelGrammar) -> Result<Grammar, Error> {
+        let key = recent::Recent::key(&grammar);
+        let matcher = match key.as_ref().and_then(|key| self.recent.get(key)) {
+            Some(matcher) => matcher,
+            None => {
+                let matcher = Arc::new(self.compile_anew(kind, grammar)?);
+                key.into_iter().for_each(|key| self.recent.put(key, matcher.clone()));
+                matcher
+            }
+        };
+        Ok(Grammar { matcher, grammars: self.clone() })
+    }
+
+    fn compile_anew(&self, kind: &'static str, grammar: TopLevelGrammar) -> Result<Matcher, Error> {
         let failed = |problem: String| Error::Grammar { kind, problem: first_line(&problem) };
         let compile = || {
             let mut matcher = Matcher::new(self.factory.create_parser(grammar));
@@ -181,7 +197,7 @@ impl Grammars {
             let thread = thread.spawn_scoped(scope, compile).map_err(|e| e.to_string())?;
             thread.join().map_err(|_| "the parser gave up".to_owned())?
         });
-        Ok(Grammar { matcher: Arc::new(matcher.map_err(failed)?), grammars: self.clone() })
+        matcher.map_err(failed)
     }
 }
 

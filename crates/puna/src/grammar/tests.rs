@@ -576,6 +576,37 @@ fn json_may_come_after_reasoning() {
 }
 
 #[test]
+fn what_was_compiled_lately_is_not_compiled_again() {
+    let grammars = Grammars::new(&tokenizer(&CONTROL)).unwrap();
+    let schema = |names: [&str; 2]| json!({ "type": "object", "properties": { names[0]: {}, names[1]: {} } });
+    let first = grammars.json_schema(&schema(["a", "b"])).unwrap();
+    let again = grammars.json_schema(&schema(["a", "b"])).unwrap();
+    assert!(Arc::ptr_eq(&first.matcher, &again.matcher));
+    // An answer that was written shares nothing with the next one.
+    let texts: Vec<_> = (0..3).map(|_| walk(&again, 11, "", &[])).collect();
+    assert_eq!(texts, vec![walk(&GRAMMARS.json_schema(&schema(["a", "b"])).unwrap(), 11, "", &[]); 3]);
+    for other in [
+        grammars.json_schema(&schema(["b", "a"])).unwrap(),
+        grammars.json_object().unwrap(),
+        grammars.regex("a+").unwrap(),
+        grammars.lark("start: /a+/").unwrap(),
+    ] {
+        assert!(!Arc::ptr_eq(&first.matcher, &other.matcher));
+    }
+    let tools = tools();
+    let choice = |choice| {
+        let format = &REPLY_FORMATS[0];
+        grammars.tools(&ToolGrammar { format, tools: &tools, choice, parallel: true, in_reasoning: false })
+    };
+    let (auto, required) = (choice(ToolChoice::Auto).unwrap(), choice(ToolChoice::Required).unwrap());
+    assert!(!Arc::ptr_eq(&auto.matcher, &required.matcher));
+    assert!(Arc::ptr_eq(&choice(ToolChoice::Auto).unwrap().matcher, &auto.matcher));
+    // A mistake is one each time.
+    let broken = || grammars.lark("start: (").unwrap_err();
+    assert_eq!(broken(), broken());
+}
+
+#[test]
 fn grammars_go_between_threads() {
     fn shared<T: Send + Sync>() {}
     shared::<Grammars>();

@@ -213,6 +213,7 @@ impl ChatRequest {
     /// # Errors
     /// What the model has to refuse: the template's own words, a prompt that is too long.
     pub fn job(&self, card: &Card) -> Result<Job, ApiError> {
+        card.check_head()?;
         let prompt = self.talk.prompt(card)?;
         let ids = prompt.clone();
         let mut request = self.generation.request(card, "messages", prompt)?;

@@ -27,7 +27,7 @@ pub(crate) fn new(
     let tokens = Tokens::new(card, request);
     let usage = Usage { prompt: ids.len(), ..Usage::default() };
     let (n, begin) = (request.n, getrandom::u64().unwrap_or(0));
-    let readers = (0..n as u64).map(|i| Reader { parser: replies.parser(begin.wrapping_add(i)), is_reasoning: false });
+    let readers = (0..n as u64).map(|i| Reader::new(replies, begin.wrapping_add(i)));
     match chat.generation.stream {
         None => {
             let logprobs = chat.logprobs.map(|_| Vec::new());
@@ -49,9 +49,16 @@ pub(crate) fn new(
 struct Reader {
     parser: ReplyParser,
     is_reasoning: bool,
+    /// White space that the content begins with, as long as calls may come: before those it is nothing that was said.
+    blank: Option<String>,
 }
 
 impl Reader {
+    fn new(replies: &Replies, seed: u64) -> Reader {
+        let blank = replies.has_tools().then(String::new);
+        Reader { parser: replies.parser(seed), is_reasoning: false, blank }
+    }
+
     /// The pieces that an event makes, and why the answer ended, if it did.
     fn take(&mut self, event: &Event, usage: &mut Usage) -> Result<(Vec<Delta>, Option<&'static str>), ApiError> {
         usage.take(event);
@@ -66,7 +73,32 @@ impl Reader {
             self.is_reasoning = matches!(last, Delta::Reasoning(_));
         }
         usage.reasoning += usize::from(event.token.is_some() && self.is_reasoning);
-        Ok((pieces, reason))
+        Ok((self.without_blank(pieces, reason.is_some()), reason))
+    }
+
+    /// The pieces without white space that may turn out to stand before calls alone.
+    fn without_blank(&mut self, pieces: Vec<Delta>, is_end: bool) -> Vec<Delta> {
+        let mut kept = Vec::new();
+        for piece in pieces {
+            match (piece, &mut self.blank) {
+                (Delta::Content(text), Some(blank)) => {
+                    blank.push_str(&text);
+                    if !blank.trim().is_empty() {
+                        kept.extend(self.blank.take().map(Delta::Content));
+                    }
+                }
+                (piece, _) => kept.push(piece),
+            }
+        }
+        if is_end && self.parser.n_calls() == 0 {
+            kept.extend(self.blank.take().filter(|blank| !blank.is_empty()).map(Delta::Content));
+        }
+        kept
+    }
+
+    /// The content of a piece that has none: null where nothing has been said, and maybe nothing will be.
+    fn no_content(&self) -> Value {
+        if self.blank.is_some() { Value::Null } else { json!("") }
     }
 }
 
@@ -167,7 +199,7 @@ impl Stream for Chunks {
         let is_silent =
             deltas.is_empty() && (self.tokens.shown(event).is_some() || !choice.has_begun && finish.is_some());
         if is_silent {
-            deltas.push(json!({ "content": "" }));
+            deltas.push(json!({ "content": choice.reader.no_content() }));
         }
         if let (false, Some(first)) = (choice.has_begun, deltas.first_mut()) {
             // The role comes with the first token, so that a client's time to it is what it says.

@@ -116,6 +116,7 @@ impl CompletionRequest {
     /// # Errors
     /// What the model has to refuse.
     pub fn job(&self, card: &Card) -> Result<Job, ApiError> {
+        card.check_head()?;
         let (mut requests, mut prompts) = (Vec::new(), Vec::new());
         let (steering, mut grammar) = (self.generation.inside.steering.steering(card)?, Duration::ZERO);
         for (i, input) in self.prompts.iter().enumerate() {

@@ -1,6 +1,7 @@
 //! Errors in OpenAI's shape.
 
 use serde_json::{Value, json};
+use std::time::Duration;
 
 /// What kind of error it is: its HTTP status and its `type`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -70,12 +71,14 @@ pub struct ApiError {
     pub param: Option<String>,
     /// A name that programs look for, as `context_length_exceeded`.
     pub code: Option<&'static str>,
+    /// When to ask again, where that is known.
+    pub retry_after: Option<Duration>,
 }
 
 impl ApiError {
     /// An error that names no field.
     pub fn new(kind: Kind, message: impl Into<String>) -> ApiError {
-        ApiError { kind, message: message.into(), param: None, code: None }
+        ApiError { kind, message: message.into(), param: None, code: None, retry_after: None }
     }
 
     /// A field that is wrong.
@@ -90,13 +93,19 @@ impl ApiError {
         ApiError { code: Some(code), ..self }
     }
 
+    /// A text that does not fit. Gateways that would send it to another model know this error by words of OpenAI's.
+    fn context(param: &str, what: &str, tokens: usize, ctx: usize) -> ApiError {
+        let known = "Input tokens exceed the configured limit: this model's maximum context length is";
+        let what = format!("{known} {ctx} tokens, but the {what} has {tokens}");
+        ApiError::invalid(param, what).code("context_length_exceeded")
+    }
+
     /// What is wrong with a text or its tokens, given in the field `param`.
     pub fn of_engine(param: &str, error: &puna::Error) -> ApiError {
         use puna::Error as E;
         match error {
-            E::ContextExceeded { .. } | E::TextTooLong { .. } => {
-                ApiError::invalid(param, error).code("context_length_exceeded")
-            }
+            E::ContextExceeded { prompt, ctx } => ApiError::context(param, "prompt", *prompt, *ctx),
+            E::TextTooLong { tokens, ctx } => ApiError::context(param, "text", *tokens, *ctx),
             E::Embed { source, .. } => ApiError::of_engine(param, source),
             E::Sample(puna::sampler::SampleError::Param { field, expected, found }) => {
                 let field = if field == "repeat_penalty" { "repetition_penalty" } else { field };

@@ -25,6 +25,8 @@ pub struct Card {
     pub config: Config,
     /// Token ids are below it.
     pub vocab_size: usize,
+    /// Whether it can answer; it makes embeddings only otherwise.
+    pub has_head: bool,
     /// Tokenizer and template.
     pub chat: Chat,
     /// What its files recommend.
@@ -55,6 +57,7 @@ impl Card {
             dim: config.dim,
             config: config.clone(),
             vocab_size: config.vocab_size,
+            has_head: engine.has_head(),
             chat,
             sampling: engine.sampling_defaults().clone(),
             max_tokens: None,
@@ -83,6 +86,16 @@ impl Card {
     pub(crate) fn encode(&self, param: &str, text: &str, options: EncodeOptions) -> Result<Vec<u32>, ApiError> {
         let tokenizer = self.chat.tokenizer().map_err(|e| ApiError::of_engine(param, &e))?;
         tokenizer.encode(text, options).map_err(|e| ApiError::invalid(param, e))
+    }
+
+    /// Refuses requests for answers where there can be none.
+    ///
+    /// # Errors
+    /// The model makes embeddings only.
+    pub(crate) fn check_head(&self) -> Result<(), ApiError> {
+        let what = format!("{} has no output projection: it makes embeddings only, see /v1/embeddings", self.id);
+        let error = || ApiError::invalid("model", what).code("embeddings_only");
+        if self.has_head { Ok(()) } else { Err(error()) }
     }
 
     /// Refuses a prompt that leaves no room for an answer, before it waits for its turn.

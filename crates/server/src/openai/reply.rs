@@ -30,6 +30,11 @@ impl Replies {
         Replies { format, tools: tools.to_vec(), in_reasoning: format.begins_in_reasoning(&tail) }
     }
 
+    /// Whether answers may have calls.
+    pub fn has_tools(&self) -> bool {
+        !self.tools.is_empty()
+    }
+
     /// Control tokens whose text a parser looks for.
     pub fn markers(&self) -> Vec<String> {
         self.format.markers().into_iter().map(str::to_owned).collect()
@@ -114,8 +119,7 @@ impl Message {
 
     /// As the interface has it: the content is null where there are only calls.
     pub fn value(&self) -> Value {
-        // White space between calls is nothing that was said.
-        let has_content = !self.content.trim().is_empty() || self.calls.is_empty();
+        let has_content = !self.content.is_empty() || self.calls.is_empty();
         let content = has_content.then_some(&self.content);
         let mut value = json!({ "role": "assistant", "content": content, "refusal": null });
         if !self.reasoning.is_empty() {
