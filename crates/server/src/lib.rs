@@ -16,6 +16,7 @@
 
 mod answering;
 mod app;
+mod connections;
 mod error;
 mod http;
 mod metrics;
