@@ -74,7 +74,7 @@ struct LimitArgs {
     /// Most MiB of keys and values of each model [default: its part of half of the memory that is free when all are loaded]
     #[arg(long, value_name = "MIB", value_parser = clap::value_parser!(u32).range(1..))]
     kv_memory: Option<u32>,
-    /// Connections at once; more wait to be accepted
+    /// Connections at once; where all are taken, silent ones are closed and others wait
     #[arg(long, value_name = "N", default_value_t = 1024, value_parser = clap::value_parser!(u32).range(1..))]
     max_connections: u32,
     /// Most MiB of a request's body

@@ -24,9 +24,16 @@ pub(crate) struct App {
     pub metrics: HttpMetrics,
     /// A permit for each KiB of a body that is being read.
     bodies: Arc<Semaphore>,
+    /// A permit for each large body that is being worked on.
+    large: Arc<Semaphore>,
     draining: AtomicBool,
     start: Instant,
 }
+
+/// From so many bytes on a body is large: tokenizing it can take seconds and a hundred times its memory. So many of them
+/// are worked on at once, and small ones never wait for them.
+const LARGE: usize = 256 << 10;
+const LARGE_AT_ONCE: usize = 2;
 
 impl App {
     /// Starts to load the models.
@@ -47,6 +54,7 @@ impl App {
             uploads: options.uploads,
             metrics: HttpMetrics::default(),
             bodies: Arc::new(Semaphore::new(budget)),
+            large: Arc::new(Semaphore::new(LARGE_AT_ONCE)),
             draining: AtomicBool::new(false),
             start: Instant::now(),
         }
@@ -73,7 +81,12 @@ impl App {
         let reading = crate::http::read(body, self.limits.body, &self.bodies);
         let idle = self.limits.idle;
         let late = || ApiError::new(Kind::Timeout, format!("the body did not come within {} s", idle.as_secs_f64()));
-        tokio::time::timeout(idle, reading).await.map_err(|_| late())?
+        let mut body = tokio::time::timeout(idle, reading).await.map_err(|_| late())??;
+        if body.len() > LARGE {
+            // Nobody closes the semaphore.
+            body.turn = self.large.clone().acquire_owned().await.ok();
+        }
+        Ok(body)
     }
 
     /// The model that a request names, and what is known of it.
@@ -196,5 +209,28 @@ mod tests {
         assert_eq!(app.props()["models"][0]["state"], "loading");
         app.drain();
         assert_eq!(app.health().unwrap_err().code, Some("draining"));
+    }
+
+    #[test]
+    fn large_bodies_take_turns_and_small_ones_pass() {
+        let options = Options::new(vec!["a.gguf".into()]);
+        let (models, _commands) = Models::unloaded(&options);
+        let app = App::new(&options, models);
+        let read = async |len: usize| {
+            let reading = app.read(Body::from(vec![b' '; len]));
+            tokio::time::timeout(std::time::Duration::from_millis(100), reading).await.ok().map(Result::unwrap)
+        };
+        let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
+        runtime.block_on(async {
+            let mut held: Vec<Guarded> = Vec::new();
+            for _ in 0..LARGE_AT_ONCE {
+                held.extend(read(LARGE + 1).await);
+            }
+            assert_eq!(held.len(), LARGE_AT_ONCE);
+            assert!(read(LARGE + 1).await.is_none(), "one too many is worked on");
+            assert!(read(LARGE).await.is_some(), "a small one waits");
+            held.pop();
+            assert!(read(LARGE + 1).await.is_some());
+        });
     }
 }

@@ -18,7 +18,7 @@ pub enum Error {
         source: std::io::Error,
     },
     /// Two models or aliases of one name.
-    #[error("two models are called {name:?}: give one of them another name with --alias")]
+    #[error("two models are called {name:?}: give one of them as --alias NAME=PATH in place of its path")]
     Name {
         /// The name.
         name: String,

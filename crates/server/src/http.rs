@@ -18,9 +18,16 @@ use tokio::sync::{OwnedSemaphorePermit, Semaphore};
 pub(crate) struct Guarded {
     bytes: Vec<u8>,
     _permit: Option<OwnedSemaphorePermit>,
+    /// Where there is much to be done for it.
+    pub turn: Option<OwnedSemaphorePermit>,
 }
 
 impl Guarded {
+    /// How many bytes there are.
+    pub fn len(&self) -> usize {
+        self.bytes.len()
+    }
+
     /// The bytes, which count no more.
     pub fn into_bytes(self) -> Vec<u8> {
         self.bytes
@@ -64,7 +71,7 @@ pub(crate) async fn read(mut body: Body, most: usize, permits: &Arc<Semaphore>) 
             }
         }
     }
-    Ok(Guarded { bytes, _permit: permit })
+    Ok(Guarded { bytes, _permit: permit, turn: None })
 }
 
 /// A response of JSON.

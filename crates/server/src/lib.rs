@@ -17,6 +17,7 @@
 
 mod answering;
 mod app;
+mod connections;
 mod error;
 mod http;
 mod loading;

@@ -106,7 +106,12 @@ impl std::fmt::Debug for Keys {
 impl Keys {
     /// Keys from text, one a line; empty lines and those that begin with `#` are none.
     pub fn parse(text: &str) -> Keys {
-        let lines = text.lines().map(str::trim).filter(|line| !line.is_empty() && !line.starts_with('#'));
+        // Some editors begin a file with a mark of its encoding.
+        let lines = text
+            .trim_start_matches('\u{feff}')
+            .lines()
+            .map(str::trim)
+            .filter(|line| !line.is_empty() && !line.starts_with('#'));
         Keys(lines.map(|line| blake3::hash(line.as_bytes())).collect())
     }
 
@@ -147,10 +152,11 @@ mod tests {
 
     #[test]
     fn keys_are_lines() {
-        let keys = Keys::parse("# ours\nalpha\n\n  beta  \r\n#gamma");
+        let keys = Keys::parse("\u{feff}# ours\nalpha\n\n  beta  \r\n#gamma");
         assert!(keys.contain(b"alpha") && keys.contain(b"beta"));
         assert!(!keys.contain(b"gamma") && !keys.contain(b"") && !keys.contain(b"alph"));
         assert_eq!(format!("{keys:?}"), "2 keys");
+        assert!(Keys::parse("\u{feff}alpha\n").contain(b"alpha"));
     }
 
     #[test]

@@ -1,14 +1,18 @@
 //! The server: listening, connections, and how it ends.
 
 use crate::app::App;
+use crate::connections::{Connections, Place};
 use crate::error::Error;
 use crate::http::{authorize, panicked, watch};
 use crate::options::Options;
 use crate::routes::router;
 use axum::Router;
-use axum::http::{HeaderName, HeaderValue, Method, header};
+use axum::body::Body;
+use axum::http::{HeaderName, HeaderValue, Method, Request, header};
 use axum::middleware::from_fn_with_state;
+use hyper::body::Incoming;
 use hyper::server::conn::http1;
+use hyper::service::{Service, service_fn};
 use hyper_util::rt::{TokioIo, TokioTimer};
 use hyper_util::server::graceful::GracefulShutdown;
 use hyper_util::service::TowerToHyperService;
@@ -16,7 +20,7 @@ use std::net::SocketAddr;
 use std::sync::Arc;
 use std::time::Duration;
 use tokio::net::{TcpListener, TcpStream};
-use tokio::sync::{OwnedSemaphorePermit, Semaphore, mpsc};
+use tokio::sync::mpsc;
 use tokio::time::timeout;
 use tokio_io_timeout::TimeoutStream;
 use tower_http::catch_panic::CatchPanicLayer;
@@ -29,10 +33,10 @@ pub struct Server {
     app: Arc<App>,
     router: Router,
     failed: mpsc::Receiver<Error>,
-    connections: Arc<Semaphore>,
+    connections: Arc<Connections>,
 }
 
-/// How long requests that are ended have to say so.
+/// How long requests that are ended have to say so, and those that are being sent to come to their end.
 const LAST_WORDS: Duration = Duration::from_secs(2);
 
 impl Server {
@@ -56,7 +60,7 @@ impl Server {
             None => router,
         };
         let router = router.layer(from_fn_with_state(app.clone(), watch));
-        let connections = Arc::new(Semaphore::new(options.limits.connections.clamp(1, Semaphore::MAX_PERMITS)));
+        let connections = Arc::new(Connections::new(options.limits.connections));
         Ok(Server { listener, address, app, router, failed, connections })
     }
 
@@ -76,10 +80,10 @@ impl Server {
             tokio::select! {
                 () = &mut shutdown => break Ok(()),
                 Some(error) = self.failed.recv() => break Err(error),
-                (stream, permit) = accept(&self.listener, &self.connections) => self.serve(stream, permit, &graceful),
+                (stream, place) = accept(&self.listener, &self.connections) => self.serve(stream, place, &graceful),
             }
         };
-        let Server { listener, app, .. } = self;
+        let Server { listener, app, connections, .. } = self;
         drop(listener);
         app.drain();
         if result.is_err() {
@@ -88,7 +92,19 @@ impl Server {
         let limits = app.limits;
         tracing::info!(grace = limits.grace.as_secs_f64(), "ending: no new requests");
         let mut drained = std::pin::pin!(graceful.shutdown());
-        if timeout(limits.grace, &mut drained).await.is_err() {
+        let silence = async {
+            loop {
+                tokio::time::sleep(LAST_WORDS).await;
+                connections.end_silent(LAST_WORDS);
+            }
+        };
+        let is_drained = async {
+            tokio::select! {
+                () = &mut drained => {}
+                () = silence => {}
+            }
+        };
+        if timeout(limits.grace, is_drained).await.is_err() {
             tracing::warn!("requests are still running: they are ended");
             app.end();
             // Those who do not even hear this are cut off.
@@ -97,40 +113,46 @@ impl Server {
         result
     }
 
-    fn serve(&self, stream: TcpStream, permit: OwnedSemaphorePermit, graceful: &GracefulShutdown) {
+    fn serve(&self, stream: TcpStream, place: Place, graceful: &GracefulShutdown) {
         // Small events must not wait for more. Where the system refuses, they do.
         let _ = stream.set_nodelay(true);
         let idle = self.app.limits.idle;
         let mut stream = TimeoutStream::new(stream);
         stream.set_write_timeout(Some(idle));
-        let service = TowerToHyperService::new(self.router.clone());
+        let (router, turn) = (TowerToHyperService::new(self.router.clone()), place.turn.clone());
+        let service = service_fn(move |request: Request<Incoming>| {
+            let (turn, response) = (turn.clone(), router.call(request.map(|body| Body::new(turn.question(body)))));
+            async move { response.await.map(|response| response.map(|body| turn.answer(body))) }
+        });
         let mut http = http1::Builder::new();
         http.timer(TokioTimer::new()).header_read_timeout(idle);
         let connection = graceful.watch(http.serve_connection(TokioIo::new(Box::pin(stream)), service));
         let app = self.app.clone();
         app.metrics.connections.add(1);
         tokio::spawn(async move {
-            // Clients go away as they like.
-            if let Err(e) = connection.await {
-                tracing::debug!(error = %e, "connection");
+            tokio::select! {
+                // Clients go away as they like.
+                result = connection => if let Err(e) = result {
+                    tracing::debug!(error = %e, "connection");
+                },
+                () = place.turn.unwanted() => tracing::debug!("a silent connection is ended"),
             }
             app.metrics.closed.add(1);
-            drop(permit);
+            drop(place);
         });
     }
 }
 
 /// The next connection, when there is room for it.
-async fn accept(listener: &TcpListener, connections: &Arc<Semaphore>) -> (TcpStream, OwnedSemaphorePermit) {
+async fn accept(listener: &TcpListener, connections: &Arc<Connections>) -> (TcpStream, Place) {
     loop {
-        // Nobody closes the semaphore.
-        let Ok(permit) = connections.clone().acquire_owned().await else { std::future::pending().await };
         match listener.accept().await {
-            Ok((stream, _)) => return (stream, permit),
+            Ok((stream, peer)) => return (stream, connections.place(peer).await),
             Err(e) => {
-                // Out of descriptors, mostly: others will be closed.
+                // Out of descriptors, mostly.
                 tracing::warn!(error = %e, "accept");
-                tokio::time::sleep(Duration::from_millis(100)).await;
+                connections.end_one();
+                tokio::time::sleep(Duration::from_millis(10)).await;
             }
         }
     }

@@ -241,6 +241,8 @@ fn what_the_model_does_not_have() {
         (json!({ "stream_options": { "include_usage": true } }), "stream_options"),
         (json!({ "top_logprobs": 3 }), "top_logprobs"),
         (json!({ "tool_choice": "required" }), "tool_choice"),
+        (json!({ "chat_template_kwargs": { "messages": [] } }), "chat_template_kwargs.messages"),
+        (json!({ "chat_template_kwargs": { "bos_token": "<|im_end|>" } }), "chat_template_kwargs.bos_token"),
     ] {
         let reply = server.post("/v1/chat/completions", &chat(fields.clone()));
         assert_eq!((reply.status, &reply.error()["param"]), (400, &json!(param)), "{fields}");
@@ -249,6 +251,25 @@ fn what_the_model_does_not_have() {
     assert_eq!((reply.status, &reply.error()["param"]), (400, &json!("prompt")));
     let reply = server.post("/v1/completions", &json!({ "prompt": "" }));
     assert_eq!((reply.status, &reply.error()["param"]), (400, &json!("prompt")));
+}
+
+#[test]
+fn grammars_that_nothing_satisfies() {
+    let server = Running::small();
+    let schema = |schema| json!({ "response_format": { "type": "json_schema", "json_schema": { "schema": schema } } });
+    for fields in [
+        schema(json!({ "$ref": "#" })),
+        schema(json!({ "$ref": "#/$defs/a", "$defs": { "a": { "$ref": "#/$defs/b" }, "b": { "$ref": "#/$defs/a" } } })),
+        json!({ "grammar": "start: a\na: \"x\" a" }),
+        json!({ "grammar": "start: start" }),
+    ] {
+        let reply = server.post("/v1/chat/completions", &chat(fields.clone()));
+        assert!(matches!(reply.status, 200 | 400), "{fields}: {}", reply.text());
+        if reply.status == 400 {
+            assert_eq!(reply.error()["type"], "invalid_request_error", "{fields}");
+        }
+    }
+    server.chat(json!({}));
 }
 
 #[test]

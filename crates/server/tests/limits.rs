@@ -250,6 +250,43 @@ fn slow_clients_stall_nobody() {
 }
 
 #[test]
+fn silent_connections_make_room() {
+    let mut options = slow();
+    options.limits.connections = 8;
+    let server = Running::start(options);
+    // One that is answered keeps its place, whoever comes; those who say nothing, or begin and do not go on, do not.
+    let mut stream = start_stream(&server, &endless(json!({ "stream": true })));
+    let begun = format!("POST {CHAT} HTTP/1.1\r\nhost: x\r\ncontent-length: 100\r\n\r\n{{");
+    let held: Vec<TcpStream> = ["", "GET /he", &*begun]
+        .iter()
+        .cycle()
+        .take(30)
+        .map(|text| {
+            let mut stream = TcpStream::connect(server.address).unwrap();
+            // It may be cut off already.
+            let _ = stream.write_all(text.as_bytes());
+            stream
+        })
+        .collect();
+    let start = Instant::now();
+    server.chat(json!({}));
+    assert!(start.elapsed() < Duration::from_secs(20), "it waited for others to say something");
+    assert!(read_chunk(&mut stream, &mut Vec::new()));
+    drop(held);
+}
+
+#[test]
+fn who_has_only_begun_to_ask_is_not_waited_for() {
+    let mut server = Running::start(slow());
+    let mut half = TcpStream::connect(server.address).unwrap();
+    half.write_all(b"GET /hea").unwrap();
+    std::thread::sleep(Duration::from_millis(100));
+    let start = Instant::now();
+    assert!(server.join().is_ok());
+    assert!(start.elapsed() < Duration::from_secs(20), "it took the whole grace time");
+}
+
+#[test]
 fn half_closed_sockets() {
     let server = Running::start(slow());
     let stream = begin(server.address, "POST", CHAT, &[], endless(json!({ "stream": true })).to_string().as_bytes());

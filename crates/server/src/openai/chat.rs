@@ -9,6 +9,21 @@ use puna::{ChatEnd, Conversation};
 use serde_json::{Map, Value, json};
 use std::time::Instant;
 
+/// Variables of a template that are not the client's: they would pass by all checks of a message, or spell control
+/// tokens.
+const OWN_VARIABLES: [&str; 10] = [
+    "messages",
+    "tools",
+    "add_generation_prompt",
+    "bos_token",
+    "eos_token",
+    "unk_token",
+    "pad_token",
+    "sep_token",
+    "cls_token",
+    "mask_token",
+];
+
 /// A conversation and what of it a template gets.
 #[derive(Clone, Debug)]
 pub struct Talk {
@@ -35,7 +50,13 @@ impl Talk {
             }
             variables.insert("reasoning_effort".into(), json!(effort));
         }
-        variables.extend(fields.object("chat_template_kwargs")?.cloned().unwrap_or_default());
+        let more = fields.object("chat_template_kwargs")?.cloned().unwrap_or_default();
+        if let Some(name) = more.keys().find(|name| OWN_VARIABLES.contains(&name.as_str())) {
+            let what =
+                "this variable of the template cannot be set, it is what the rest of the request or the model says";
+            return Err(ApiError::invalid(format!("chat_template_kwargs.{name}"), what));
+        }
+        variables.extend(more);
         let generates = fields.boolean("add_generation_prompt")?;
         let end = match (fields.boolean("continue_final_message")?.unwrap_or(false), generates) {
             (true, Some(true)) => {

@@ -118,6 +118,8 @@ impl ApiError {
             E::NoTokenizer { .. } => ApiError::invalid(param, "the model has no tokenizer: only token ids can be used"),
             E::Schema { .. } => ApiError::invalid(param, error).code("unsupported_schema"),
             E::Grammar { .. } => ApiError::invalid(param, error).code("invalid_grammar"),
+            // The grammar is the client's: nothing satisfies it, or nothing from here on.
+            E::Constraint { .. } => ApiError::invalid(param, error).code("unsatisfiable_grammar"),
             E::Sample(e @ puna::sampler::SampleError::NothingAllowed { .. }) => {
                 ApiError::new(Kind::Invalid, e.to_string())
             }
