@@ -144,9 +144,9 @@ impl Recent {
 }
 
 /// Shares `rows` among prompts, given by priority and missing rows, highest priority first: the higher priority takes
-/// what it can use; prompts of one priority get equal parts, and what some cannot use goes to the others. A part that
-/// is no whole row goes to those that come first.
-pub(crate) fn share(mut rows: usize, prompts: &[(i32, usize)], parts: &mut Vec<usize>) {
+/// what it can use; prompts of one priority get equal parts, and what some cannot use goes to the others. What is left
+/// of rows that cannot be divided goes to those that come first, from another one on each `turn`.
+pub(crate) fn share(mut rows: usize, prompts: &[(i32, usize)], turn: usize, parts: &mut Vec<usize>) {
     parts.clear();
     parts.resize(prompts.len(), 0);
     let mut start = 0;
@@ -158,10 +158,10 @@ pub(crate) fn share(mut rows: usize, prompts: &[(i32, usize)], parts: &mut Vec<u
             if open == 0 || rows == 0 {
                 break;
             }
-            let each = (rows / open).max(1);
-            for (part, (_, missing)) in parts.iter_mut().zip(class) {
-                let more = each.min(missing - *part).min(rows);
-                *part += more;
+            let (each, n) = ((rows / open).max(1), class.len());
+            for i in (0..n).map(|i| (i + turn) % n) {
+                let more = each.min(class[i].1 - parts[i]).min(rows);
+                parts[i] += more;
                 rows -= more;
             }
         }
@@ -255,6 +255,16 @@ mod tests {
     }
 
     #[test]
+    fn one_row_goes_round() {
+        let (mut got, mut parts) = ([0; 4], Vec::new());
+        for turn in 0..12 {
+            share(1, &[(1, 90), (1, 2), (1, 5), (0, 9)], turn, &mut parts);
+            got.iter_mut().zip(&parts).for_each(|(got, part)| *got += part);
+        }
+        assert_eq!(got, [4, 4, 4, 0]);
+    }
+
+    #[test]
     fn noise_is_no_measure() {
         for state in 0..40 {
             let mut machine = Machine { costs: [10e-3, 0.2e-3, 0.6e-3, 0.0], noise: 0.2, state };
@@ -288,7 +298,7 @@ mod tests {
         fn parts(rows in 0usize..3000, mut prompts in prop::collection::vec((0i32..3, 1usize..900), 0..9)) {
             prompts.sort_by_key(|p| -p.0);
             let mut parts = Vec::new();
-            share(rows, &prompts, &mut parts);
+            share(rows, &prompts, 0, &mut parts);
             let missing: usize = prompts.iter().map(|p| p.1).sum();
             prop_assert_eq!(parts.iter().sum::<usize>(), rows.min(missing));
             for (i, (p, part)) in prompts.iter().zip(&parts).enumerate() {

@@ -21,6 +21,8 @@ pub(crate) struct Plan {
     /// Their priorities and missing rows.
     missing: Vec<(i32, usize)>,
     parts: Vec<usize>,
+    /// Steps so far: who is first where a row cannot be divided.
+    turn: usize,
     /// Rows of each running sequence.
     rows: Vec<usize>,
 }
@@ -118,7 +120,7 @@ impl Engine {
 
     /// How many rows each of the running should get.
     fn divide(&self, rows: usize, plan: &mut Plan) {
-        let Plan { prompts, missing, parts, rows: all } = plan;
+        let Plan { prompts, missing, parts, turn, rows: all } = plan;
         prompts.clear();
         missing.clear();
         for (at, s) in self.running.iter().enumerate().filter(|(_, s)| !s.is_generating()) {
@@ -128,7 +130,8 @@ impl Engine {
                 missing.push((s.priority, s.most_rows(self.model.config().vocab_size)));
             }
         }
-        share(rows, missing, parts);
+        *turn = turn.wrapping_add(1);
+        share(rows, missing, *turn, parts);
         all.clear();
         all.extend(self.running.iter().map(|s| usize::from(s.is_generating())));
         for (&at, &part) in prompts.iter().zip(&*parts) {

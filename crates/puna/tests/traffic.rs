@@ -232,9 +232,9 @@ fn who_comes_first() {
 #[test]
 fn a_long_prompt_stalls_nobody() {
     let mut engine = engine("llama-gqa", 1, 16);
-    let talking = engine.add(request(prompt(5, 1), &greedy(), 200)).unwrap();
+    let talking = engine.add(request(prompt(5, 1), &greedy(), 400)).unwrap();
     (0..4).for_each(|_| drop(engine.step().unwrap().to_vec()));
-    let long = engine.add(request(prompt(200, 2), &greedy(), 1)).unwrap();
+    let long = engine.add(request(prompt(150, 2), &greedy(), 1)).unwrap();
     engine.step().unwrap();
     let short = engine.add(request(prompt(4, 3), &greedy(), 1)).unwrap();
     let mut order = Vec::new();
