@@ -8,7 +8,7 @@ use clap::{Args, ValueEnum};
 use puna_server::{Keys, Limits, Options};
 use std::io::{IsTerminal, Write};
 use std::net::IpAddr;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 /// Arguments of `puna serve`.
@@ -124,10 +124,21 @@ fn start_log(args: &ServeArgs) {
     }
 }
 
+/// Keys of the environment: none where the variable is not there. One that is there and has none is a mistake that would
+/// let everybody in.
+fn keys_of_environment() -> Result<Keys, Error> {
+    const NAME: &str = "PUNA_API_KEYS";
+    let Some(text) = std::env::var_os(NAME) else { return Ok(Keys::default()) };
+    let keys = Keys::parse(&text.to_string_lossy().replace(',', "\n"));
+    if keys.is_empty() {
+        return Err(Error::file(Path::new(NAME), "the environment variable is there, but has no keys"));
+    }
+    Ok(keys)
+}
+
 impl ServeArgs {
     fn server_options(&self) -> Result<Options, Error> {
-        let from_environment = std::env::var("PUNA_API_KEYS").unwrap_or_default().replace(',', "\n");
-        let mut keys = Keys::parse(&from_environment);
+        let mut keys = keys_of_environment()?;
         if let Some(path) = &self.api_key_file {
             keys = keys.and(Keys::read(path)?);
         }

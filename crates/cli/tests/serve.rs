@@ -101,3 +101,20 @@ fn what_cannot_be_served_is_one_line() {
     }
     assert_eq!(run(&[]).0, Some(2));
 }
+
+/// A variable that is meant to hold keys and holds none must not let everybody in.
+#[test]
+fn keys_of_the_environment_are_there_or_refused() {
+    for keys in ["", ",", " , \n"] {
+        let output = Command::new(env!("CARGO_BIN_EXE_puna"))
+            .arg("serve")
+            .arg(model())
+            .args(["--port", "0", "--threads", "1", "--ctx", "256"])
+            .env("PUNA_API_KEYS", keys)
+            .output()
+            .unwrap();
+        assert!(!output.status.success() && output.stdout.is_empty(), "{keys:?}");
+        let said = String::from_utf8(output.stderr).unwrap();
+        assert!(said.contains("PUNA_API_KEYS") && said.contains("has no keys"), "{keys:?}: {said}");
+    }
+}
