@@ -169,9 +169,15 @@ pub(crate) fn share(mut rows: usize, prompts: &[(i32, usize)], turn: usize, part
 }
 
 #[cfg(test)]
-mod tests {
+pub(crate) mod tests {
     use super::*;
     use proptest::prelude::*;
+
+    /// The next of numbers from 0 to 1 that are the same in every run.
+    pub fn random(state: &mut u64) -> f64 {
+        *state = state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
+        (*state >> 40) as f64 / (1u64 << 24) as f64
+    }
 
     /// A machine whose steps take a known time.
     struct Machine {
@@ -183,17 +189,12 @@ mod tests {
     }
 
     impl Machine {
-        fn random(&mut self) -> f64 {
-            self.state = self.state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
-            (self.state >> 40) as f64 / (1u64 << 24) as f64
-        }
-
         fn time(&mut self, work: Work, done: usize) -> (f64, f64) {
             let [step, token, row, length] = self.costs;
             let rows = work.prompt_rows as f64;
             let exact = step + token * work.generating as f64 + rows * (row + length * done as f64);
-            let mut measured = exact * (1.0 + self.noise * (2.0 * self.random() - 1.0));
-            if self.noise > 0.0 && self.random() < 0.04 {
+            let mut measured = exact * (1.0 + self.noise * (2.0 * random(&mut self.state) - 1.0));
+            if self.noise > 0.0 && random(&mut self.state) < 0.04 {
                 measured *= 8.0;
             }
             (exact, measured)

@@ -47,21 +47,14 @@ fn ways() -> Vec<Way> {
     let best = Isa::detect();
     let way = |isa, threads, chunk| Way { isa, pack: true, threads, chunk, beside_others: false };
     let beside = |isa, threads, chunk| Way { beside_others: true, ..way(isa, threads, chunk) };
-    let mut ways = vec![
-        way(best, 1, 512),
-        way(best, 1, 7),
-        way(best, 1, 1),
-        way(best, 2, 512),
-        way(best, 2, 7),
-        way(best, 2, 1),
-        way(best, 3, 512),
-        way(best, 3, 7),
-        way(best, 3, 1),
+    let mut ways: Vec<Way> =
+        [1, 2, 3].into_iter().flat_map(|threads| [512, 7, 1].map(|chunk| way(best, threads, chunk))).collect();
+    ways.extend([
         beside(best, 1, 512),
         beside(best, 2, 7),
         beside(best, 3, 7),
         Way { pack: false, ..way(best, 2, 512) },
-    ];
+    ]);
     for &isa in Isa::available().iter().filter(|&&isa| isa != best) {
         ways.extend([way(isa, 2, 512), beside(isa, 3, 512), way(isa, 2, 1)]);
     }

@@ -204,6 +204,7 @@ impl Wager {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::pace::tests::random;
     use proptest::prelude::*;
 
     /// Sequences whose guesses are right with a known probability, on a machine whose rows take a known time.
@@ -216,11 +217,6 @@ mod tests {
     }
 
     impl Machine {
-        fn random(&mut self) -> f64 {
-            self.state = self.state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
-            (self.state >> 40) as f64 / (1u64 << 24) as f64
-        }
-
         /// Makes each of `n` sequences say `len` tokens; `chance` by how many it has said. Gives the time, over that
         /// without drafts.
         fn run(&mut self, n: usize, len: usize, chance: impl Fn(usize) -> f64) -> f64 {
@@ -231,7 +227,7 @@ mod tests {
                 wager.lengths(n, odds.iter(), &mut lengths, usize::MAX, false);
                 let mut accepted = 0;
                 for i in 0..n {
-                    let right = (0..lengths[i]).take_while(|_| self.random() < chance(said[i])).count();
+                    let right = (0..lengths[i]).take_while(|_| random(&mut self.state) < chance(said[i])).count();
                     if lengths[i] > 0 {
                         odds[i].record(lengths[i], right);
                         wager.odds.record(lengths[i], right);
@@ -241,8 +237,8 @@ mod tests {
                 }
                 let draft_rows = lengths.iter().sum();
                 let exact = self.step + self.row * (n + draft_rows) as f64;
-                let mut measured = exact * (1.0 + self.noise * (2.0 * self.random() - 1.0));
-                if self.noise > 0.0 && self.random() < 0.02 {
+                let mut measured = exact * (1.0 + self.noise * (2.0 * random(&mut self.state) - 1.0));
+                if self.noise > 0.0 && random(&mut self.state) < 0.02 {
                     measured *= 5.0;
                 }
                 time += exact;
