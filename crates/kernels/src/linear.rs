@@ -78,7 +78,7 @@ impl Matrix {
         let data = if pack && can_pack(dtype) {
             let panel_bytes = row_bytes * LANES;
             let bytes = rows.div_ceil(LANES) * panel_bytes;
-            let mut packed = Memory::zeroed(bytes).unwrap_or_else(|| no_memory(bytes));
+            let mut packed = exec.arena.zeroed(bytes).unwrap_or_else(|| no_memory(bytes));
             let parts = SharedMut::new(&mut packed);
             exec.pool.for_each(rows.div_ceil(LANES), &|p| {
                 // SAFETY: each panel is one task's.

@@ -69,7 +69,7 @@ pub(crate) trait Panel {
     unsafe fn load<S: Simd>(s: S, p: *const u8, _: &Shared, g: usize) -> Tile<S>;
 }
 
-/// Panels that are read side by side where there is one row: memory answers four streams sooner than one.
+/// Panels of a task.
 pub(crate) const SIDE: usize = 4;
 
 /// 16 output columns a panel of one or many rows: `out[r][16 p..16 p + 16] (+)= panels[p] * acts[r]`.
@@ -129,9 +129,6 @@ impl<P: Panel> Kernel for Rows<'_, P> {
         let job = self.job;
         // SAFETY: `run` checked the panels and the activations, its caller vouches for the outputs.
         unsafe {
-            if job.rows == 1 && job.n_panels == SIDE {
-                return tile::<S, P, SIDE, 1>(s, job, 0, 0);
-            }
             for panel in 0..job.n_panels {
                 let mut row = 0;
                 while row < job.rows {
@@ -157,28 +154,19 @@ macro_rules! unrolled {
     };
 }
 
-/// Bytes ahead of a panel's first pass over memory that it is asked for.
-const AHEAD: usize = 2048;
+/// Bytes ahead of a panel's first pass over memory that it is asked for. They may be of the next panels, which mostly
+/// are the next that the thread reads.
+const AHEAD: usize = 4096;
 
-/// A tile of one panel and at most `N` rows; says how many. Where fewer are left, the last one is computed again.
+/// A tile of panel `panel` and the `N` rows (at most 10) from `row` on, where as many are left; says how many. Rows that
+/// are not there are the last one again.
 ///
 /// # Safety
 /// As [`run`], with `row < rows` and a panel of the job.
 #[inline(always)]
 unsafe fn rows<S: Simd, P: Panel, const N: usize>(s: S, job: &PanelJob, panel: usize, row: usize) -> usize {
-    // SAFETY: as this function.
-    unsafe { tile::<S, P, 1, N>(s, job, panel, row) };
-    N.min(job.rows - row)
-}
-
-/// Panels `panel..panel + M` by `N` rows (at most 10) from `row` on; rows that are not there are the last one again.
-///
-/// # Safety
-/// As [`run`], with `row < rows` and `M` panels of the job.
-#[inline(always)]
-unsafe fn tile<S: Simd, P: Panel, const M: usize, const N: usize>(s: S, job: &PanelJob, panel: usize, row: usize) {
     let mut acts = [std::ptr::null::<ActBlock>(); N];
-    let mut acc = [[s.splat(0.0); M]; N];
+    let mut acc = [s.splat(0.0); N];
     let last = job.rows - 1;
     let mut n = 0;
     while n < N {
@@ -186,44 +174,35 @@ unsafe fn tile<S: Simd, P: Panel, const M: usize, const N: usize>(s: S, job: &Pa
         let act_row = job.gather.map_or(at, |rows| rows[at] as usize);
         // SAFETY: `run` checked that activation rows exist.
         acts[n] = unsafe { job.acts.as_ptr().add(act_row * job.act_stride + job.act_start) };
-        let mut m = 0;
-        while m < M && job.resume {
+        if job.resume {
             // SAFETY: the caller vouches for the outputs.
-            acc[n][m] = unsafe { s.load_n(job.out_at(at, panel + m), job.lanes(panel + m)) };
-            m += 1;
+            acc[n] = unsafe { s.load_n(job.out_at(at, panel), job.lanes(panel)) };
         }
         n += 1;
     }
     let bytes = job.panels.len() / job.n_panels;
-    let panels = &job.panels[panel * bytes..][..M * bytes];
-    let (mut group, mut shared) = (0, [[0; 4 * QUAD]; M]);
-    for block in (0..bytes).step_by(P::BYTES) {
-        let mut m = 0;
-        while m < M {
-            // SAFETY: a block of panel m.
-            unsafe { P::prepare(s, panels.as_ptr().add(m * bytes + block), &mut shared[m]) };
-            m += 1;
-        }
+    let blocks = &job.panels[panel * bytes..][..bytes];
+    let (mut group, mut shared) = (0, [0; 4 * QUAD]);
+    for block in blocks.chunks_exact(P::BYTES) {
+        let block = block.as_ptr();
+        // SAFETY: a block.
+        unsafe { P::prepare(s, block, &mut shared) };
         let mut g = 0;
         while g < P::GROUPS {
-            if M == 1 && N < 10 && row == 0 {
+            if N < 10 && row == 0 {
                 // The widest tile never comes first: even a branch that is not taken costs it 4 %.
                 let mut line = 0;
                 while line <= P::BYTES / P::GROUPS / 64 {
-                    s.prefetch(panels.as_ptr().wrapping_add(block + g * (P::BYTES / P::GROUPS) + line * 64 + AHEAD));
+                    s.prefetch(block.wrapping_add(g * (P::BYTES / P::GROUPS) + line * 64 + AHEAD));
                     line += 1;
                 }
             }
-            let mut m = 0;
-            while m < M {
-                // SAFETY: a block of P::BYTES bytes of panel m, and the activation rows have as many groups.
-                unsafe {
-                    let tile = P::load(s, panels.as_ptr().add(m * bytes + block), &shared[m], g);
-                    unrolled!(n < N, {
-                        acc[n][m] = step::<S, P>(s, &tile, acts[n].add(group), acc[n][m]);
-                    });
-                }
-                m += 1;
+            // SAFETY: a block of P::BYTES bytes, and the activation rows have as many groups.
+            unsafe {
+                let tile = P::load(s, block, &shared, g);
+                unrolled!(n < N, {
+                    acc[n] = step::<S, P>(s, &tile, acts[n].add(group), acc[n]);
+                });
             }
             group += 1;
             g += 1;
@@ -231,14 +210,11 @@ unsafe fn tile<S: Simd, P: Panel, const M: usize, const N: usize>(s: S, job: &Pa
     }
     let mut n = 0;
     while n < N && row + n <= last {
-        let mut m = 0;
-        while m < M {
-            // SAFETY: the caller vouches for the outputs.
-            unsafe { s.store_n(job.out_at(row + n, panel + m), acc[n][m], job.lanes(panel + m)) };
-            m += 1;
-        }
+        // SAFETY: the caller vouches for the outputs.
+        unsafe { s.store_n(job.out_at(row + n, panel), acc[n], job.lanes(panel)) };
         n += 1;
     }
+    N.min(job.rows - row)
 }
 
 impl PanelJob<'_> {

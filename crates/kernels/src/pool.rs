@@ -1,19 +1,21 @@
 //! Persistent threads. A thread that waits for work spins for a moment and then parks: no system calls between the
 //! operations of a token, no processor burned when idle.
 //!
-//! A job is a number of tasks that threads take as they come free. The caller takes part, and waits only for threads
-//! that did too: one that the system has put aside in favour of another program holds nobody up.
+//! A job is a number of tasks. Each thread has a run of them as its own, the same for every job of that size: it reads
+//! memory in one direction, and what it read or wrote in one job may still be near in the next. A thread that has done
+//! its own takes from the ends of others' runs. The caller takes part, and waits only for threads that did too: one that
+//! the system has put aside in favour of another program holds nobody up.
 
 use std::cell::UnsafeCell;
 use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
-use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::thread::{JoinHandle, Thread};
 
 /// Turns of the spin loop before a waiting thread parks: about a tenth of a millisecond.
 const SPINS: u32 = 20_000;
 
-type Job<'a> = dyn Fn() + Sync + 'a;
+type Task<'a> = dyn Fn(usize) + Sync + 'a;
 
 /// A fixed set of threads that work on one job at a time; the caller is one of them.
 pub struct Pool {
@@ -33,7 +35,9 @@ struct Shared {
     /// The number of the job in the upper half; whether it can be joined; how many workers are at it.
     gate: AtomicU64,
     /// Written while no worker is at a job and none can join.
-    job: UnsafeCell<Option<*const Job<'static>>>,
+    task: UnsafeCell<Option<*const Task<'static>>>,
+    /// Of each thread, the caller first.
+    runs: Box<[Run]>,
     panic: Mutex<Option<Box<dyn std::any::Any + Send>>>,
 }
 
@@ -46,8 +50,8 @@ const NEXT: u64 = 1 << 32;
 /// No job will come: workers end.
 const END: u64 = u64::MAX;
 
-// SAFETY: `job` is written only by the holder of `turn` while the gate is closed and no worker is active, and read
-// only by workers that entered through the open gate, whose atomic changes order the accesses; the job is Sync.
+// SAFETY: `task` is written only by the holder of `turn` while the gate is closed and no worker is active, and read
+// only by workers that entered through the open gate, whose atomic changes order the accesses; the task is Sync.
 unsafe impl Send for Shared {}
 // SAFETY: as above.
 unsafe impl Sync for Shared {}
@@ -55,13 +59,15 @@ unsafe impl Sync for Shared {}
 impl Pool {
     /// A pool of `threads` threads, the caller included; 0 counts as 1. More than there are processors works.
     pub fn new(threads: usize) -> Pool {
-        let shared = Arc::new(Shared { gate: AtomicU64::new(0), job: UnsafeCell::new(None), panic: Mutex::new(None) });
+        let runs = (0..threads.max(1)).map(|_| Run::default()).collect();
+        let (gate, task, panic) = (AtomicU64::new(0), UnsafeCell::new(None), Mutex::new(None));
+        let shared = Arc::new(Shared { gate, task, runs, panic });
         let mut workers = Vec::new();
         for index in 1..threads.max(1) {
             let (shared, parked) = (shared.clone(), Arc::new(AtomicBool::new(false)));
             let flag = parked.clone();
             let name = format!("puna-{index}");
-            let spawned = std::thread::Builder::new().name(name).spawn(move || shared.work(&flag));
+            let spawned = std::thread::Builder::new().name(name).spawn(move || shared.work(index, &flag));
             // A system that grants fewer threads gets fewer: results do not depend on the number.
             let Ok(handle) = spawned else { break };
             workers.push(Worker { thread: handle.thread().clone(), parked, handle: Some(handle) });
@@ -82,51 +88,32 @@ impl Pool {
         logical.min(physical_cores().unwrap_or(logical)).max(1)
     }
 
-    /// Calls `task(i)` once for each `i` below `n`, spread over the threads as they come free, and returns when all
-    /// have returned.
+    /// Calls `task(i)` once for each `i` below `n`, spread over the threads, and returns when all have returned. The
+    /// task after `i` is most probably the thread's next.
+    ///
+    /// # Panics
+    /// If there are 2^32 tasks or more.
     pub fn for_each(&self, n: usize, task: &(dyn Fn(usize) + Sync)) {
         if n <= 1 || self.workers.is_empty() {
             return (0..n).for_each(task);
         }
-        let next = AtomicUsize::new(0);
-        self.run(&|| {
-            loop {
-                let i = next.fetch_add(1, Ordering::Relaxed);
-                if i >= n {
-                    return;
-                }
-                task(i);
-            }
-        });
-    }
-
-    /// Calls `task(i, part)` for each part of `data`, of `len` elements each and the last one of what is left.
-    ///
-    /// # Panics
-    /// If `len` is zero.
-    pub fn for_each_part<T: Send>(&self, data: &mut [T], len: usize, task: &(dyn Fn(usize, &mut [T]) + Sync)) {
-        let total = data.len();
-        let parts = SharedMut::new(data);
-        self.for_each(total.div_ceil(len), &|i| {
-            // SAFETY: parts do not overlap, and each is one task's.
-            task(i, unsafe { parts.slice(i * len, len.min(total - i * len)) });
-        });
-    }
-
-    /// Calls `job` on this thread, and meanwhile on those that are free.
-    fn run(&self, job: &Job) {
+        assert!(u32::try_from(n).is_ok(), "{n} tasks");
         let turn = self.turn.lock().unwrap_or_else(PoisonError::into_inner);
+        let threads = self.threads();
+        for (i, run) in self.shared.runs[..threads].iter().enumerate() {
+            run.set((i * n).div_ceil(threads), ((i + 1) * n).div_ceil(threads));
+        }
         let gate = &self.shared.gate;
         // SAFETY: we hold `turn` and the last job was left closed and with no worker at it; the reference outlives
         // the job because this function closes it and waits for every worker before it returns or unwinds.
-        unsafe { *self.shared.job.get() = Some(std::mem::transmute::<*const Job, *const Job<'static>>(job)) };
+        unsafe { *self.shared.task.get() = Some(std::mem::transmute::<*const Task, *const Task<'static>>(task)) };
         gate.store((gate.load(Ordering::Relaxed) & !(OPEN | ACTIVE)).wrapping_add(NEXT) | OPEN, Ordering::SeqCst);
         for worker in &self.workers {
             if worker.parked.load(Ordering::SeqCst) {
                 worker.thread.unpark();
             }
         }
-        let own = catch_unwind(AssertUnwindSafe(job));
+        let own = catch_unwind(AssertUnwindSafe(|| self.shared.run(0, task)));
         gate.fetch_and(!OPEN, Ordering::AcqRel);
         let mut spins = 0u32;
         while gate.load(Ordering::Acquire) & ACTIVE != 0 {
@@ -143,10 +130,55 @@ impl Pool {
             resume_unwind(panic);
         }
     }
+
+    /// Calls `task(i, part)` for each part of `data`, of `len` elements each and the last one of what is left.
+    ///
+    /// # Panics
+    /// If `len` is zero.
+    pub fn for_each_part<T: Send>(&self, data: &mut [T], len: usize, task: &(dyn Fn(usize, &mut [T]) + Sync)) {
+        let total = data.len();
+        let parts = SharedMut::new(data);
+        self.for_each(total.div_ceil(len), &|i| {
+            // SAFETY: parts do not overlap, and each is one task's.
+            task(i, unsafe { parts.slice(i * len, len.min(total - i * len)) });
+        });
+    }
+}
+
+/// Tasks that are left of a thread's own: the end in the upper half, the first in the lower. Others take from the end.
+#[derive(Default)]
+#[repr(align(128))]
+struct Run(AtomicU64);
+
+impl Run {
+    fn set(&self, first: usize, end: usize) {
+        self.0.store((end as u64) << 32 | first as u64, Ordering::Relaxed);
+    }
+
+    fn take(&self, from_end: bool) -> Option<usize> {
+        let split = |run: u64| (run & u64::from(u32::MAX), run >> 32);
+        let less = |run| {
+            let (first, end) = split(run);
+            (first < end).then(|| if from_end { run - (1 << 32) } else { run + 1 })
+        };
+        // What a task reads and writes is ordered by the gate.
+        let (first, end) = split(self.0.fetch_update(Ordering::Relaxed, Ordering::Relaxed, less).ok()?);
+        Some(if from_end { end - 1 } else { first } as usize)
+    }
 }
 
 impl Shared {
-    fn work(&self, parked: &AtomicBool) {
+    /// Does a thread's own tasks, and then what others have left.
+    fn run(&self, thread: usize, task: &Task) {
+        let (before, own) = self.runs.split_at(thread);
+        for (i, run) in own.iter().chain(before).enumerate() {
+            while let Some(n) = run.take(i > 0) {
+                task(n);
+            }
+        }
+    }
+
+    fn work(&self, index: usize, parked: &AtomicBool) {
         let mut seen = 0;
         loop {
             let gate = self.wait(seen, parked);
@@ -157,9 +189,9 @@ impl Shared {
             if !self.enter(seen) {
                 continue;
             }
-            // SAFETY: the caller wrote the job before it opened the gate and keeps it alive while we are counted.
-            let job = unsafe { &*(*self.job.get()).expect("a job is written before the gate opens") };
-            if let Err(panic) = catch_unwind(AssertUnwindSafe(job)) {
+            // SAFETY: the caller wrote the task before it opened the gate and keeps it alive while we are counted.
+            let task = unsafe { &*(*self.task.get()).expect("a task is written before the gate opens") };
+            if let Err(panic) = catch_unwind(AssertUnwindSafe(|| self.run(index, task))) {
                 *self.panic.lock().unwrap_or_else(PoisonError::into_inner) = Some(panic);
             }
             self.gate.fetch_sub(1, Ordering::Release);
@@ -255,6 +287,7 @@ impl<T> SharedMut<T> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use std::sync::atomic::AtomicUsize;
     use std::time::Duration;
 
     #[test]

@@ -94,7 +94,7 @@ pub fn attention(exec: &Exec, op: &Attention, kv: KvView, q: &Acts, out: &mut [f
         let parts = SharedMut::new(&mut scratch.0);
         exec.pool.for_each(units, &|unit| {
             // What this thread probably takes next.
-            let ahead = unit + exec.pool.threads();
+            let ahead = unit + 1;
             step.part(unit, (ahead < units).then_some(ahead), &parts)
         });
         exec.pool.for_each(tiles, &|tile| step.merge(tile, &parts));
@@ -104,7 +104,7 @@ pub fn attention(exec: &Exec, op: &Attention, kv: KvView, q: &Acts, out: &mut [f
         let strips = tiles.div_ceil(strip);
         exec.pool.for_each(strips, &|task| {
             let first = (strips - 1 - task) * strip;
-            let ahead = first.checked_sub(strip * exec.pool.threads());
+            let ahead = first.checked_sub(strip);
             step.whole(first..tiles.min(first + strip), ahead);
         });
     }
