@@ -109,7 +109,8 @@ impl Phase {
     }
 }
 
-/// How long each phase took, and the bytes of weights, keys and values that it read.
+/// How long each phase took, and the bytes of weights, keys and values that it read; of [`Phase::ExpertReads`], the bytes
+/// that came from files.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct Timings {
     time: [Duration; Phase::ALL.len()],
@@ -122,7 +123,8 @@ impl Timings {
         self.time[phase as usize]
     }
 
-    /// Bytes that a phase read: of weights, keys and values, each once a step.
+    /// Bytes that a phase read: of weights, keys and values, each once a step; from files those of [`Phase::ExpertReads`],
+    /// also while something else was computed.
     pub fn bytes(&self, phase: Phase) -> u64 {
         self.bytes[phase as usize]
     }
