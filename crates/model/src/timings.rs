@@ -14,6 +14,8 @@ pub enum Phase {
     Queue,
     /// Choosing what a step computes, and its place in the cache.
     Schedule,
+    /// Guessing the next tokens, and taking the guesses that were right.
+    Draft,
     /// From text to ids.
     Tokenize,
     /// Rows of the embedding, deepstack rows.
@@ -50,9 +52,10 @@ pub enum Phase {
 
 impl Phase {
     /// All of them, in the order of a request's life.
-    pub const ALL: [Phase; 18] = [
+    pub const ALL: [Phase; 19] = [
         Phase::Queue,
         Phase::Schedule,
+        Phase::Draft,
         Phase::Tokenize,
         Phase::Embed,
         Phase::Norm,
@@ -76,6 +79,7 @@ impl Phase {
         match self {
             Phase::Queue => "queue",
             Phase::Schedule => "schedule",
+            Phase::Draft => "draft",
             Phase::Tokenize => "tokenize",
             Phase::Embed => "embed",
             Phase::Norm => "norm",
