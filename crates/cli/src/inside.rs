@@ -3,11 +3,12 @@
 use crate::error::Error;
 use clap::{Args, ValueEnum};
 use puna::steering::Part;
-use puna::{Captured, ControlVector, ExpertCounts, Positions, Steering, Timings, Trace};
+use puna::{Captured, ControlVector, ExpertCounts, ExpertStats, Phase, Positions, Steering, Timings, Trace};
 use puna_model::Config;
 use puna_server::openai::Vectors;
 use safetensors::Dtype;
 use safetensors::tensor::TensorView;
+use serde_json::{Value, json};
 use std::collections::BTreeMap;
 use std::fmt::Write as _;
 use std::io::{BufWriter, Write as _};
@@ -180,9 +181,13 @@ pub fn print_timings(timings: &Timings, wall: Duration, bandwidth: Option<f64>) 
         let seconds = time.as_secs_f64();
         let mut line = format!("{:>12} {:>10.2} {:>7.2}", phase.name(), seconds * 1e3, seconds / total * 100.0);
         if bytes > 0 {
+            let _ = write!(line, " {:>10.1}", bytes as f64 / 1e6);
+        }
+        // Files are read beside what is computed: only the wait is a phase.
+        if bytes > 0 && phase != Phase::ExpertReads {
             let rate = bytes as f64 / seconds;
             let share = bandwidth.map_or(String::new(), |best| format!("{:.0} %", rate / best * 100.0));
-            let _ = write!(line, " {:>10.1} {:>7.1} {share:>10}", bytes as f64 / 1e6, rate / 1e9);
+            let _ = write!(line, " {:>7.1} {share:>10}", rate / 1e9);
         }
         eprintln!("{line}");
     }
@@ -209,6 +214,36 @@ pub fn print_experts(counts: &ExpertCounts) {
             most.map(|&e| format!("{e} ({:.0} %)", counts[e] as f64 / total as f64 * 100.0)).collect();
         eprintln!("{layer:>12} {total:>10} {:>12}  {}", format!("{chosen} of {}", counts.len()), most.join(", "));
     }
+}
+
+/// What became of experts that are not all in memory.
+pub fn print_expert_stats(e: &ExpertStats) {
+    let wanted = (e.hits + e.misses).max(1);
+    eprintln!(
+        "[experts: {} of {} in memory at once; {:.0} % of {wanted} were there, {} read ahead, {} gave way; \
+         {:.1} MB read, {:.2} s of waiting]",
+        e.slots,
+        e.experts,
+        100.0 * e.hits as f64 / wanted as f64,
+        e.prefetched,
+        e.evictions,
+        e.bytes_read as f64 / 1e6,
+        e.stall.as_secs_f64(),
+    );
+}
+
+/// The same as JSON.
+pub fn expert_stats_json(e: &ExpertStats) -> Value {
+    json!({
+        "slots": e.slots,
+        "experts": e.experts,
+        "hits": e.hits,
+        "misses": e.misses,
+        "prefetched": e.prefetched,
+        "evictions": e.evictions,
+        "bytes_read": e.bytes_read,
+        "stall_s": e.stall.as_secs_f64(),
+    })
 }
 
 /// Whether a file can be where it is to be written at the end: told before the work is done.

@@ -2,14 +2,17 @@
 
 use crate::chat;
 use crate::error::Error;
-use crate::inside::{CaptureArgs, Residuals, SteeringArgs, check_folder, print_experts, print_timings, write_trace};
+use crate::inside::{
+    CaptureArgs, Residuals, SteeringArgs, check_folder, expert_stats_json, print_expert_stats, print_experts,
+    print_timings, write_trace,
+};
 use crate::interrupt;
 use crate::options::{DraftArgs, GrammarOptions, RunOptions, SamplingOptions, print_notices};
 use crate::progress::{Progress, Unit};
 use crate::tokenize::read_text;
 use clap::Args;
 use puna::inside::timings_json;
-use puna::{Capture, Engine, ExpertStats, Finish, Grammar, ModelFiles, Phase, Positions, Prompt, Request};
+use puna::{Capture, Engine, Finish, Grammar, ModelFiles, Phase, Positions, Prompt, Request};
 use puna::{State, Steering, Trace};
 use puna_text::{AddBos, EncodeOptions};
 use serde_json::{Value, json};
@@ -281,7 +284,7 @@ impl<'a> Session<'a> {
             residuals.write(&self.args.capture_file, self.engine.config().dim, &all)?;
         }
         if let Some(stats) = self.engine.expert_stats().filter(|_| !as_json) {
-            eprintln!("{}", experts(&stats));
+            print_expert_stats(&stats);
         }
         Ok(text)
     }
@@ -293,16 +296,7 @@ impl<'a> Session<'a> {
             "tokens": ids,
             "finish_reason": finish.reason.name(),
             "seed": s.seed,
-            "experts": self.engine.expert_stats().map(|e| json!({
-                "slots": e.slots,
-                "experts": e.experts,
-                "hits": e.hits,
-                "misses": e.misses,
-                "prefetched": e.prefetched,
-                "evictions": e.evictions,
-                "bytes_read": e.bytes_read,
-                "stall_s": e.stall.as_secs_f64(),
-            })),
+            "expert_memory": self.engine.expert_stats().map(|stats| expert_stats_json(&stats)),
             "timings": {
                 "load_s": self.loading.as_secs_f64(),
                 "prompt_tokens": s.prompt_tokens,
@@ -324,22 +318,6 @@ impl<'a> Session<'a> {
         }
         report
     }
-}
-
-/// What became of experts that are not all in memory.
-fn experts(e: &ExpertStats) -> String {
-    let wanted = (e.hits + e.misses).max(1);
-    format!(
-        "[experts: {} of {} in memory at once; {:.0} % of {wanted} were there, {} read ahead, {} gave way; \
-         {:.1} MB read, {:.2} s of waiting]",
-        e.slots,
-        e.experts,
-        100.0 * e.hits as f64 / wanted as f64,
-        e.prefetched,
-        e.evictions,
-        e.bytes_read as f64 / 1e6,
-        e.stall.as_secs_f64(),
-    )
 }
 
 fn summary(finish: &Finish) -> String {

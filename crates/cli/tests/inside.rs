@@ -132,6 +132,18 @@ fn run_tells_what_happened_inside() {
     assert!((sum - report["profile"]["wall_ms"].as_f64().unwrap()).abs() < 0.01);
     assert!(phases["head"]["bandwidth_share"].as_f64().unwrap() > 0.0);
     assert_eq!(report["experts"].as_array().unwrap().len(), layers);
+    assert!(report["expert_memory"].is_null());
+    let streamed = good(&[&run[..], &["--json", "--profile", "--expert-memory", "200K"]].concat());
+    let streamed: Value = serde_json::from_slice(&streamed.stdout).unwrap();
+    assert_eq!((&streamed["text"], &streamed["experts"]), (&report["text"], &report["experts"]));
+    let memory = &streamed["expert_memory"];
+    assert!(memory["slots"] == 2 && memory["misses"].as_u64().unwrap() > 2, "{memory}");
+    let read = &streamed["profile"]["phases"]["expert_reads"];
+    let told = (read["mb"].as_f64().unwrap() * 1e6 - memory["bytes_read"].as_f64().unwrap()).abs();
+    // A step's bytes are given to requests as whole numbers.
+    assert!(told <= 6.0 && read["gb_s"].is_null(), "{read} {memory}");
+    let table = String::from_utf8(good(&[&run[..], &["--profile", "--expert-memory", "200K"]].concat()).stderr).unwrap();
+    assert!(table.contains("expert_reads") && table.contains("[experts: 2 of 8 in memory at once; "), "{table}");
 }
 
 #[test]

@@ -44,8 +44,9 @@ pub trait Backend {
     fn disown(&self, _matrix: Self::Matrix) -> Vec<u8> {
         Vec::new()
     }
-    /// Says that experts were waited for until now: for those who measure.
-    fn waited_for_experts(&self) {}
+    /// Says that experts were waited for until now, and how many bytes of them came since the last time: for those who
+    /// measure.
+    fn waited_for_experts(&self, _bytes: u64) {}
     /// Whether the matrix no longer reads the bytes it was made from.
     fn copies(&self, matrix: &Self::Matrix) -> bool;
     /// Shape and bytes of a matrix: rows, columns, bytes that a product reads.

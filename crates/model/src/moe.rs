@@ -158,10 +158,13 @@ impl<B: Backend> MoeStep<'_, B> {
         let (b, mut experts) = (self.b, stream.experts.borrow_mut());
         let mut wave = std::mem::take(&mut self.s.wave);
         experts.begin(stream.layer, x.rows(), starts);
-        let mut is_first = true;
+        let (mut is_first, mut read) = (true, experts.stats().bytes_read);
         let result = loop {
-            match experts.wave(b, &mut wave) {
-                Ok(true) => b.waited_for_experts(),
+            let more = experts.wave(b, &mut wave);
+            let before = std::mem::replace(&mut read, experts.stats().bytes_read);
+            b.waited_for_experts(read - before);
+            match more {
+                Ok(true) => {}
                 Ok(false) => break Ok(()),
                 Err(e) => break Err(e),
             }

@@ -44,8 +44,9 @@ impl<B: Backend> Backend for Timed<'_, B> {
     fn owned(&self, dtype: DType, shape: [usize; 2], bytes: Vec<u8>) -> B::Matrix {
         self.inner.owned(dtype, shape, bytes)
     }
-    fn waited_for_experts(&self) {
+    fn waited_for_experts(&self, bytes: u64) {
         self.watch.lap(Phase::ExpertReads);
+        self.watch.read(Phase::ExpertReads, bytes);
     }
     fn disown(&self, matrix: B::Matrix) -> Vec<u8> {
         self.inner.disown(matrix)

@@ -14,6 +14,8 @@ pub enum Phase {
     Queue,
     /// Choosing what a step computes, and its place in the cache.
     Schedule,
+    /// Guessing the next tokens, and taking the guesses that were right.
+    Draft,
     /// From text to ids.
     Tokenize,
     /// Rows of the embedding, deepstack rows.
@@ -50,9 +52,10 @@ pub enum Phase {
 
 impl Phase {
     /// All of them, in the order of a request's life.
-    pub const ALL: [Phase; 18] = [
+    pub const ALL: [Phase; 19] = [
         Phase::Queue,
         Phase::Schedule,
+        Phase::Draft,
         Phase::Tokenize,
         Phase::Embed,
         Phase::Norm,
@@ -76,6 +79,7 @@ impl Phase {
         match self {
             Phase::Queue => "queue",
             Phase::Schedule => "schedule",
+            Phase::Draft => "draft",
             Phase::Tokenize => "tokenize",
             Phase::Embed => "embed",
             Phase::Norm => "norm",
@@ -109,7 +113,8 @@ impl Phase {
     }
 }
 
-/// How long each phase took, and the bytes of weights, keys and values that it read.
+/// How long each phase took, and the bytes of weights, keys and values that it read; of [`Phase::ExpertReads`], the bytes
+/// that came from files.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct Timings {
     time: [Duration; Phase::ALL.len()],
@@ -122,7 +127,8 @@ impl Timings {
         self.time[phase as usize]
     }
 
-    /// Bytes that a phase read: of weights, keys and values, each once a step.
+    /// Bytes that a phase read: of weights, keys and values, each once a step; from files those of [`Phase::ExpertReads`],
+    /// also while something else was computed.
     pub fn bytes(&self, phase: Phase) -> u64 {
         self.bytes[phase as usize]
     }

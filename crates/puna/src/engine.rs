@@ -457,6 +457,7 @@ impl Engine {
             if let Some(drafting) = self.drafting.as_mut().filter(|_| span.draft > 0) {
                 self.kv.accept(&self.batch, i, accepted);
                 drafting.settle(&mut sequence.guess, span.draft, accepted);
+                sequence.inside.lap(watch, Phase::Draft);
                 right += accepted;
             }
             for mut sibling in siblings {

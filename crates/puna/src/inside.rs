@@ -168,15 +168,18 @@ impl Inside {
     }
 }
 
-/// Timings as JSON: the whole in milliseconds, and of each phase milliseconds and, where it read, megabytes, gigabytes a
-/// second, and their part of what the machine's memory gives at best
+/// Timings as JSON: the whole in milliseconds, and of each phase milliseconds and, where it read, megabytes and, of memory,
+/// gigabytes a second, and their part of what the machine's memory gives at best
 /// ([`Model::read_bandwidth`](puna_model::Model::read_bandwidth)).
 pub fn timings_json(timings: &Timings, bandwidth: Option<f64>) -> Value {
     let phase = |(phase, time, bytes): (Phase, Duration, u64)| {
         let mut fields = Map::from_iter([("ms".to_owned(), json!(time.as_secs_f64() * 1e3))]);
         if bytes > 0 {
-            let rate = bytes as f64 / time.as_secs_f64();
             fields.insert("mb".into(), json!(bytes as f64 / 1e6));
+        }
+        // Files are read beside what is computed: only the wait is a phase.
+        if bytes > 0 && phase != Phase::ExpertReads {
+            let rate = bytes as f64 / time.as_secs_f64();
             fields.insert("gb_s".into(), json!(rate / 1e9));
             fields.extend(bandwidth.map(|best| ("bandwidth_share".to_owned(), json!(rate / best))));
         }

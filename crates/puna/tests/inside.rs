@@ -4,6 +4,7 @@
 
 mod support;
 
+use puna::draft::{AnswerId, Drafter, Lookup, Text, Want};
 use puna::steering::Part;
 use puna::{
     Capture, Captured, ControlVector, EmbedOptions, Engine, EngineOptions, Error, Event, ExpertCounts, KvType, Phase,
@@ -348,6 +349,52 @@ fn phases_add_up_to_the_time_that_passed() {
         assert_eq!(timings.bytes(Phase::Head), 60 * head, "{name}");
         assert!(timings.bytes(Phase::Attention) > 0 && timings.bytes(Phase::Norm) == 0);
     }
+}
+
+/// Takes its time.
+struct Slow(Lookup);
+
+impl Slow {
+    const TIME: Duration = Duration::from_millis(2);
+}
+
+impl Drafter for Slow {
+    fn ready(&mut self, text: &Text) -> usize {
+        self.0.ready(text)
+    }
+
+    fn draft(&mut self, wants: &mut [Want]) {
+        std::thread::sleep(Slow::TIME);
+        self.0.draft(wants);
+    }
+
+    fn end(&mut self, answer: AnswerId) {
+        self.0.end(answer);
+    }
+}
+
+#[test]
+fn drafting_is_a_phase() {
+    let mut engine = engine("llama-gqa", 1, 64);
+    engine.set_drafter(Box::new(Slow(Lookup::default())), 4, false);
+    engine.trace(Trace::MAX_EVENTS);
+    let text = [&prompt(12, 1)[..]; 6].concat();
+    let (timings, wall) = timed(&mut engine, request(text, &greedy(), 60), |_| ());
+    let gap = wall.abs_diff(timings.total());
+    assert!(gap <= wall.mul_f64(0.02) + Duration::from_micros(300), "{:?} of {wall:?}", timings.total());
+    let other = timings.time(Phase::Other);
+    assert!(other <= wall.mul_f64(0.02), "{other:?} of {wall:?} nobody measured");
+    let drafts = engine.status().drafts;
+    assert!(drafts.drafts > 3 && drafts.accepted > 0, "{drafts:?}");
+    let (draft, least) = (timings.time(Phase::Draft), Slow::TIME * drafts.drafts as u32);
+    assert!(draft >= least, "{draft:?} of {least:?}");
+    // What it took is in no other phase.
+    assert!(timings.time(Phase::Schedule) < least / 2 && draft < wall, "{timings:?}");
+    let mut json = Vec::new();
+    engine.take_trace().unwrap().write(&mut json).unwrap();
+    let json: serde_json::Value = serde_json::from_slice(&json).unwrap();
+    let slow = |e: &&serde_json::Value| e["name"] == "draft" && e["dur"].as_f64().unwrap() >= 2000.0;
+    assert_eq!(json["traceEvents"].as_array().unwrap().iter().filter(slow).count(), drafts.drafts);
 }
 
 #[test]

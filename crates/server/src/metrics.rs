@@ -1,6 +1,7 @@
 //! Counts and times for Prometheus. Everything is an atomic number: writing takes no lock, and neither does reading,
 //! however often gateways ask.
 
+use puna::ExpertStats;
 use puna::draft::{DraftStats, MAX_DRAFT};
 use std::fmt::Write;
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
@@ -115,6 +116,15 @@ pub(crate) struct ModelMetrics {
     pub accepted_tokens: Counter,
     /// By their place in the draft.
     pub accepted_at: [Counter; MAX_DRAFT],
+    /// Of experts that are read from files, as are the next ones: bytes that they may take.
+    pub expert_memory: Gauge,
+    pub expert_hits: Counter,
+    pub expert_misses: Counter,
+    pub expert_prefetched: Counter,
+    pub expert_evictions: Counter,
+    pub expert_bytes: Counter,
+    /// In nanoseconds.
+    pub expert_stall: Counter,
     /// By reason: stop, length, abort, error.
     pub ended: [Counter; 4],
     pub first_token: Histogram,
@@ -157,6 +167,13 @@ impl Default for ModelMetrics {
             drafted_tokens: Counter::default(),
             accepted_tokens: Counter::default(),
             accepted_at: Default::default(),
+            expert_memory: Gauge::default(),
+            expert_hits: Counter::default(),
+            expert_misses: Counter::default(),
+            expert_prefetched: Counter::default(),
+            expert_evictions: Counter::default(),
+            expert_bytes: Counter::default(),
+            expert_stall: Counter::default(),
             ended: Default::default(),
             first_token: times(),
             inter_token: times(),
@@ -182,11 +199,23 @@ impl ModelMetrics {
         self.accepted_tokens.set(stats.accepted as u64);
         self.accepted_at.iter().zip(stats.accepted_at).for_each(|(counter, n)| counter.set(n as u64));
     }
+
+    pub fn set_expert_reads(&self, stats: &ExpertStats) {
+        self.expert_memory.set(stats.budget as f64);
+        self.expert_hits.set(stats.hits);
+        self.expert_misses.set(stats.misses);
+        self.expert_prefetched.set(stats.prefetched);
+        self.expert_evictions.set(stats.evictions);
+        self.expert_bytes.set(stats.bytes_read);
+        self.expert_stall.set(stats.stall.as_nanos() as u64);
+    }
 }
 
 enum Value<'a> {
     Gauge(&'a Gauge),
     Counter(&'a Counter),
+    /// Counted in nanoseconds.
+    Seconds(&'a Counter),
     Histogram(&'a Histogram),
     Reasons(&'a [Counter; 4]),
     Places(&'a [Counter]),
@@ -230,6 +259,18 @@ const FAMILIES: &[Family] = &[
         "Tokens that were guessed and right"),
     family!("accepted_tokens_per_position_total", Some("spec_decode_num_accepted_tokens_per_pos_total"),
         Places accepted_at, "Tokens that were guessed and right, by their place in the draft"),
+    family!("expert_memory_bytes", None, Gauge expert_memory,
+        "Most bytes of experts in memory; 0 where all of them are"),
+    family!("expert_hits_total", None, Counter expert_hits,
+        "Experts that a layer wanted and that were in memory, once a step whatever its rows"),
+    family!("expert_misses_total", None, Counter expert_misses,
+        "Experts that a layer wanted and that were not in memory"),
+    family!("expert_prefetches_total", None, Counter expert_prefetched,
+        "Experts that were read before a layer wanted them"),
+    family!("expert_evictions_total", None, Counter expert_evictions, "Experts that made room for others"),
+    family!("expert_read_bytes_total", None, Counter expert_bytes, "Bytes of experts read from files"),
+    family!("expert_stall_seconds_total", None, Seconds expert_stall,
+        "Time that steps did nothing but wait for experts"),
     family!("answers_total", Some("request_success_total"), Reasons ended, "Answers that ended, by why"),
     family!("time_to_first_token_seconds", Some("time_to_first_token_seconds"), Histogram first_token,
         "From arrival to the first token"),
@@ -294,7 +335,7 @@ impl Family {
             if i == 0 {
                 let kind = match value {
                     Value::Gauge(_) => "gauge",
-                    Value::Counter(_) | Value::Reasons(_) | Value::Places(_) => "counter",
+                    Value::Counter(_) | Value::Seconds(_) | Value::Reasons(_) | Value::Places(_) => "counter",
                     Value::Histogram(_) => "histogram",
                 };
                 head(out, name, kind, self.help);
@@ -303,6 +344,7 @@ impl Family {
             match value {
                 Value::Gauge(gauge) => line(out, name, &labels, gauge.get()),
                 Value::Counter(counter) => line(out, name, &labels, counter.get()),
+                Value::Seconds(counter) => line(out, name, &labels, counter.get() as f64 / 1e9),
                 Value::Histogram(histogram) => histogram.write(out, name, &labels),
                 Value::Places(counters) => {
                     for (place, counter) in counters.iter().enumerate() {

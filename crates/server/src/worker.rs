@@ -4,6 +4,7 @@
 //! nothing to compute the thread sleeps until a command comes.
 
 use crate::metrics::{Counter, ModelMetrics};
+use crate::openai::{ApiError, Kind};
 use puna::{EmbedOptions, Embedding, Engine, Error, Event, Finish, FinishReason, Request, RequestId};
 use std::borrow::Cow;
 use std::collections::{HashMap, VecDeque};
@@ -237,6 +238,12 @@ impl Worker {
             active.left -= 1;
             let has_ended = active.left == 0;
             record(&self.metrics, event.sample, finish);
+            // What is wrong with a request is told to its client; what is wrong here, to whoever reads the log.
+            if let FinishReason::Error(e) = &finish.reason
+                && ApiError::of_engine("", e).kind == Kind::Server
+            {
+                tracing::error!(request = &*active.name, error = %e, "an answer failed");
+            }
             if has_ended {
                 self.active.remove(&event.id);
             }
@@ -285,6 +292,7 @@ impl Worker {
         metrics.kv_cached.set(status.kv_cached as f64);
         metrics.kv_limit.set(status.kv_limit as f64);
         metrics.set_drafts(&status.drafts);
+        self.engine.expert_stats().iter().for_each(|stats| metrics.set_expert_reads(stats));
         if let Some(counts) = self.engine.experts() {
             let new = || (0..counts.n_experts()).map(|_| Counter::default()).collect();
             let layers = metrics.experts.get_or_init(|| counts.layers().map(|_| new()).collect());

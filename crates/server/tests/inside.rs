@@ -185,6 +185,26 @@ fn phases_add_up_to_the_time_that_passed() {
 }
 
 #[test]
+fn drafting_is_a_phase() {
+    let mut options = options(256);
+    // The model guesses for itself: always right.
+    let by = puna::DraftBy::Model(model(support::MODEL));
+    options.engine.draft = Some(puna::DraftOptions { by, max: 3, adaptive: false });
+    let server = Running::start(options);
+    let answer = server.chat(json!({ "timings": true, "max_tokens": 40 }));
+    let timings = &answer["timings"];
+    let phases = timings["phases"].as_object().unwrap();
+    let ms = |name: &str| phases[name]["ms"].as_f64().unwrap();
+    let sum: f64 = phases.values().map(|phase| phase["ms"].as_f64().unwrap()).sum();
+    let wall = timings["wall_ms"].as_f64().unwrap();
+    assert!((sum - wall).abs() < 0.02 * wall, "{timings}");
+    // Three passes of the draft model beside each of the model, and as much again for the prompt.
+    assert!(ms("draft") > 0.25 * (ms("qkv") + ms("ffn") + ms("head")) && ms("draft") < wall, "{timings}");
+    assert!(ms("schedule") < ms("draft"), "{timings}");
+    assert_eq!(text(&answer), text(&Running::small().chat(json!({ "max_tokens": 40 }))));
+}
+
+#[test]
 fn experts_are_counted() {
     let server = Running::start(Options { models: vec![model("olmoe-small")], ..options(256) });
     let ask = |fields| {

@@ -328,7 +328,7 @@ impl<M> ExpertStream<M> {
         let Read { slot, piece, buffers, result, .. } = read;
         self.in_flight -= 1;
         self.touched[piece.file] = true;
-        self.stats.bytes_read += piece.bytes as u64;
+        self.stats.bytes_read += if result.is_ok() { piece.bytes as u64 } else { 0 };
         let failed = result.err().map(|e| self.read_error(&piece, &e));
         let held = &mut self.held[slot as usize];
         for (part, buffer) in piece.parts.iter().zip(buffers) {

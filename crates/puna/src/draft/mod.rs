@@ -18,7 +18,7 @@ pub(crate) use self::odds::{Odds, Wager};
 use crate::engine::Engine;
 use crate::error::Error;
 use crate::request::RequestId;
-use puna_model::Row;
+use puna_model::{Phase, Row};
 use std::path::PathBuf;
 use std::time::{Duration, Instant};
 
@@ -207,6 +207,7 @@ impl Engine {
     /// read. Returns the number of drafted tokens.
     pub(crate) fn draft(&mut self, beside: Option<usize>) -> usize {
         let Some(drafting) = &mut self.drafting else { return 0 };
+        self.watch.lap(Phase::Schedule);
         let Drafting { drafter, max, adaptive, time, wager, lengths, .. } = drafting;
         let start = Instant::now();
         let rope = &self.model.config().rope;
@@ -243,6 +244,7 @@ impl Engine {
         }
         // A draft model that only reads a prompt: no step is slower for it than reading it takes.
         *time = if drafted == 0 { Duration::ZERO } else { start.elapsed() };
+        self.watch.lap(Phase::Draft);
         drafted
     }
 }

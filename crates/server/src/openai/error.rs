@@ -103,6 +103,7 @@ impl ApiError {
     /// What is wrong with a text or its tokens, given in the field `param`.
     pub fn of_engine(param: &str, error: &puna::Error) -> ApiError {
         use puna::Error as E;
+        use puna_model::Error as M;
         match error {
             E::ContextExceeded { prompt, ctx } => ApiError::context(param, "prompt", *prompt, *ctx),
             E::TextTooLong { tokens, ctx } => ApiError::context(param, "text", *tokens, *ctx),
@@ -125,7 +126,14 @@ impl ApiError {
             }
             E::EmptyPrompt | E::EmptyText | E::TokenId { .. } | E::Samples { .. } => ApiError::invalid(param, error),
             E::Embedding { what, .. } => ApiError::new(Kind::Invalid, format!("the model cannot embed: {what}")),
-            E::Model(e @ puna_model::Error::NoHead) => ApiError::new(Kind::Invalid, e.to_string()),
+            E::Model(e @ M::NoHead) => ApiError::new(Kind::Invalid, e.to_string()),
+            // The same goes for paths of models.
+            E::Model(M::Changed { what, .. }) => {
+                ApiError::new(Kind::Server, format!("a file of the model has changed since it was loaded: {what}"))
+            }
+            E::Model(M::Io { what, .. }) => {
+                ApiError::new(Kind::Server, format!("a file of the model cannot be read: {what}"))
+            }
             _ => ApiError::new(Kind::Server, error.to_string()),
         }
     }
