@@ -113,6 +113,10 @@ fn run_tells_what_happened_inside() {
     for word in ["attention", "router", "sampling", "write", "total", "of machine", "most chosen"] {
         assert!(table.contains(word), "{word}: {table}");
     }
+    let total = table.lines().find_map(|line| line.trim_start().strip_prefix("total")).unwrap();
+    let total: Vec<f64> = total.split_whitespace().filter_map(|word| word.parse().ok()).collect();
+    // Phases, and the time that passed.
+    assert!((total[0] - total[1]).abs() <= 0.02 * total[1] + 1.0, "{table}");
     let plain = good(&run);
     assert_eq!(plain.stdout, out.stdout, "looking changes nothing");
     let bytes = folder.read("rows.safetensors");
@@ -142,7 +146,8 @@ fn run_tells_what_happened_inside() {
     let told = (read["mb"].as_f64().unwrap() * 1e6 - memory["bytes_read"].as_f64().unwrap()).abs();
     // A step's bytes are given to requests as whole numbers.
     assert!(told <= 6.0 && read["gb_s"].is_null(), "{read} {memory}");
-    let table = String::from_utf8(good(&[&run[..], &["--profile", "--expert-memory", "200K"]].concat()).stderr).unwrap();
+    let table =
+        String::from_utf8(good(&[&run[..], &["--profile", "--expert-memory", "200K"]].concat()).stderr).unwrap();
     assert!(table.contains("expert_reads") && table.contains("[experts: 2 of 8 in memory at once; "), "{table}");
 }
 

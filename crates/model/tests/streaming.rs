@@ -88,7 +88,7 @@ fn any_budget_gives_the_same_bits() {
         assert!(resident.model.expert_stats().is_none());
         let expected = resident.alone(&tokens, &[40]);
         let bytes = resident.model.bytes_per_step();
-        for slots in [2, 3, 6, 12, 23] {
+        for slots in 2..24 {
             let mut run = model.with(slots);
             assert!(stats(&run).slots as u64 <= slots && stats(&run).experts == 24);
             assert_eq!(run.model.bytes_per_step(), bytes);
@@ -227,6 +227,16 @@ fn files_that_change_end_the_step_and_no_more() {
         bad(&mut run, "the file has changed since the model was loaded: its content is another one");
         fs::remove_file(&path).unwrap();
         bad(&mut run, "no such file");
+        // The right one takes the place of a wrong one that is still open, and that nothing was read from.
+        let wrong = Spec { seed: 10, ..spec.clone() }.builder().bytes();
+        for bytes in [&wrong[..], &whole[..half]] {
+            fs::write(&path, &whole).unwrap();
+            good(&mut run);
+            fs::write(&path, bytes).unwrap();
+            fs::write(&other, &whole).unwrap();
+            fs::rename(&other, &path).unwrap();
+            good(&mut run);
+        }
         fs::write(&path, &whole).unwrap();
         good(&mut run);
         good(&mut run);

@@ -55,8 +55,8 @@ impl fmt::Debug for Capture {
     }
 }
 
-/// How often each expert of each layer was chosen. In the last layer only rows whose logits are wanted are computed, and
-/// counted.
+/// How often each expert of each layer was chosen. In the last layer only rows whose logits are wanted are computed, or at
+/// least counted.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct ExpertCounts {
     n_experts: usize,
@@ -309,7 +309,8 @@ impl Watch {
             wants_all |= last && capture.positions != Positions::Last && !s.is_generating();
         }
         let watch = self.watch.as_ref().filter(|_| self.is_on);
-        (StepTap { batch, running, captures, wants_all, experts: self.experts.as_mut() }, watch)
+        let n_layers = self.n_layers;
+        (StepTap { batch, running, captures, wants_all, n_layers, experts: self.experts.as_mut() }, watch)
     }
 }
 
@@ -353,6 +354,7 @@ pub(crate) struct StepTap<'a> {
     running: &'a mut [Sequence],
     captures: bool,
     wants_all: bool,
+    n_layers: usize,
     experts: Option<&'a mut ExpertCounts>,
 }
 
@@ -391,14 +393,22 @@ impl Tap for StepTap<'_> {
 
     fn experts(&mut self, layer: usize, ids: &[u32], used: usize) {
         let Some(all) = &mut self.experts else { return };
-        all.add(layer, ids);
+        // Where somebody's residuals have all rows of the last layer computed, those of others do not count.
+        let all_are_there = self.wants_all && layer + 1 == self.n_layers;
+        let counts = |row: usize| !all_are_there || self.batch.outputs.binary_search(&(row as u32)).is_ok();
+        if all_are_there {
+            let rows = ids.chunks_exact(used).enumerate().filter(|(row, _)| counts(*row));
+            rows.for_each(|(_, ids)| all.add(layer, ids));
+        } else {
+            all.add(layer, ids);
+        }
         if self.running.iter().all(|s| s.inside.experts.is_none()) {
             return;
         }
         for (span, rows) in self.batch.spans_of(ids.len() / used) {
             let Some(s) = self.running.iter_mut().find(|s| s.seq == span.seq) else { continue };
             let Some(own) = &mut s.inside.experts else { continue };
-            rows.for_each(|(row, _)| own.add(layer, &ids[row * used..][..used]));
+            rows.filter(|(row, _)| counts(*row)).for_each(|(row, _)| own.add(layer, &ids[row * used..][..used]));
         }
     }
 

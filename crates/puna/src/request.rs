@@ -52,6 +52,8 @@ pub struct Request {
     pub count_experts: bool,
     /// Whether [`Finish::timings`] tells where its time went.
     pub timings: bool,
+    /// Whether guesses at its tokens are verified, where the engine drafts: changes how fast they come, and nothing else.
+    pub draft: bool,
     /// Since when it waits; `None`: since [`Engine::add`](crate::Engine::add).
     pub arrival: Option<Instant>,
 }
@@ -79,6 +81,7 @@ impl Request {
             capture: None,
             count_experts: false,
             timings: false,
+            draft: true,
             arrival: None,
         }
     }

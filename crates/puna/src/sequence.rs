@@ -30,6 +30,8 @@ pub(crate) struct Sequence {
     pub siblings: Vec<Sequence>,
     /// What may come next.
     pub guess: Guess,
+    /// Whether that is guessed.
+    drafts: bool,
     pub inside: Inside,
     prompt: Arc<Prompt>,
     answer: Vec<u32>,
@@ -107,6 +109,7 @@ impl Sequence {
             is_finished: false,
             siblings: Vec::new(),
             guess: Guess::default(),
+            drafts: request.draft,
             inside,
             prompt: Arc::new(request.prompt),
             answer: Vec::new(),
@@ -252,7 +255,7 @@ impl Sequence {
     /// Most tokens of a draft: as many as can come before the answer's last one; none where rotation would depend on
     /// them, or somebody would see rows that do not come.
     pub fn most_draft(&self, rope: &Rope) -> usize {
-        if self.answer.is_empty() || !self.is_generating() || self.inside.sees_rows() {
+        if !self.drafts || self.answer.is_empty() || !self.is_generating() || self.inside.sees_rows() {
             return 0;
         }
         let most = self.limit.saturating_sub(self.len() + 1).min(MAX_DRAFT);

@@ -8,9 +8,10 @@ mod made;
 mod support;
 
 use made::maker::{Rope, Spec};
+use made::oracle::Oracle;
 use made::{Rng, made, small};
 use proptest::prelude::*;
-use puna::draft::{AnswerId, Drafter, Lookup, MAX_DRAFT, Text, Want};
+use puna::draft::{AnswerId, Drafter, Lookup, Text, Want};
 use puna::sampler::PartialSampling;
 use puna::{DraftBy, DraftOptions, Engine, EngineOptions, Error, KvType, Request};
 use serde_json::json;
@@ -18,34 +19,6 @@ use std::collections::HashMap;
 use std::path::Path;
 use std::sync::{Arc, Mutex};
 use support::{Answer, answer, check_empty, engine, greedy, model, options, prompt, request, seeded};
-
-/// Knows what is said, and guesses wrong with a probability, in percent, that is drawn for each draft.
-struct Oracle {
-    answers: Arc<Mutex<HashMap<AnswerId, Vec<u32>>>>,
-    rng: Rng,
-}
-
-impl Drafter for Oracle {
-    fn ready(&mut self, text: &Text) -> usize {
-        if self.answers.lock().unwrap().contains_key(&text.answer_id) { MAX_DRAFT } else { 0 }
-    }
-
-    fn draft(&mut self, wants: &mut [Want]) {
-        for want in wants {
-            let answers = self.answers.lock().unwrap();
-            let wrong = [0, 20, 60, 100][self.rng.bits() as usize % 4];
-            let len = 1 + self.rng.bits() as usize % want.most;
-            for &token in answers[&want.text.answer_id].iter().skip(want.text.answer.len()).take(len) {
-                let is_wrong = self.rng.bits() % 100 < wrong;
-                want.draft.push(if is_wrong { (token + 1) % 40 } else { token });
-            }
-        }
-    }
-
-    fn end(&mut self, answer: AnswerId) {
-        self.answers.lock().unwrap().remove(&answer);
-    }
-}
 
 /// Text that repeats itself, with changes.
 fn repeats(rng: &mut Rng, vocab: u64) -> Vec<u32> {
@@ -74,29 +47,33 @@ fn open(name: &str, options: &EngineOptions) -> Result<Engine, Error> {
     }
 }
 
+/// 204 random prompts, each with drafts of each length.
 #[test]
 fn greedy_is_plain_decoding() {
     let mut rng = Rng(7);
     let (mut drafted, mut accepted) = (0, 0);
-    for (i, name) in NAMES.iter().enumerate() {
+    for name in NAMES {
         let mut plain = open(name, &options(1, 512)).unwrap();
         let mut drafts = open(name, &options(1, 24)).unwrap();
         let vocab = plain.config().vocab_size as u64;
         for round in 0..34 {
             let r = Request { logprobs: Some(1), ..request(repeats(&mut rng, vocab), &greedy(), 40 + round % 30) };
-            drafts.set_drafter(Box::<Lookup>::default(), 1 + (i + round) % 8, false);
             let (expected, without) = answer(&mut plain, r.clone());
-            let (got, with) = answer(&mut drafts, r);
-            assert_eq!(got, expected, "{name}, round {round}");
-            assert_eq!(with.stats.generated_tokens, without.stats.generated_tokens);
-            check_empty(&drafts);
-            let stats = drafts.status().drafts;
-            assert_eq!((stats.drafted, stats.accepted), (with.stats.drafted_tokens, with.stats.accepted_tokens));
-            drafted += stats.drafted;
-            accepted += stats.accepted;
+            for most in 1..=8 {
+                drafts.set_drafter(Box::<Lookup>::default(), most, false);
+                let (got, with) = answer(&mut drafts, r.clone());
+                assert_eq!(got, expected, "{name}, round {round}, drafts of {most}");
+                assert_eq!(with.stats.generated_tokens, without.stats.generated_tokens);
+                check_empty(&drafts);
+                let stats = drafts.status().drafts;
+                assert_eq!((stats.drafted, stats.accepted), (with.stats.drafted_tokens, with.stats.accepted_tokens));
+                assert!(stats.drafted <= most * stats.drafts, "{stats:?}");
+                drafted += stats.drafted;
+                accepted += stats.accepted;
+            }
         }
     }
-    assert!(accepted > 300 && accepted < drafted, "{accepted} of {drafted}");
+    assert!(accepted > 2400 && accepted < drafted, "{accepted} of {drafted}");
 }
 
 /// Each token of a draft of each length is wrong at times, and right at others.

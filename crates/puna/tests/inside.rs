@@ -4,71 +4,22 @@
 
 mod support;
 
-use puna::draft::{AnswerId, Drafter, Lookup, Text, Want};
-use puna::steering::Part;
+use puna::draft::{AnswerId, Drafter, Text, Want};
 use puna::{
-    Capture, Captured, ControlVector, EmbedOptions, Engine, EngineOptions, Error, Event, ExpertCounts, KvType, Phase,
-    Positions, Request, Steering, Timings, Trace,
+    EmbedOptions, Engine, EngineOptions, Error, Event, ExpertCounts, KvType, Phase, Positions, Request, Timings, Trace,
 };
 use safetensors::SafeTensors;
 use std::collections::BTreeMap;
-use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
+use support::inside::{Residuals, steering, together};
 use support::{answer, check_empty, engine, greedy, model, options, prompt, request, seeded};
 
 const MODELS: [&str; 7] =
     ["llama-gqa", "mistral-swa", "mixtral-moe", "olmoe-small", "qwen3-qknorm", "llama-bias-yarn", "llama3-rope-tied"];
 
-/// Rows by answer, layer and position.
-type Rows = BTreeMap<(usize, usize, usize), Vec<f32>>;
-
-/// Residuals of a request, each of which must come once.
-#[derive(Clone, Default)]
-struct Residuals(Arc<Mutex<Rows>>);
-
-impl Residuals {
-    fn capture(&self, layers: impl IntoIterator<Item = usize>, positions: Positions) -> Option<Capture> {
-        let rows = self.0.clone();
-        let sink = move |row: Captured| {
-            let key = (row.sample, row.layer, row.position);
-            let before = rows.lock().unwrap().insert(key, row.residual.to_vec());
-            assert!(before.is_none(), "{key:?} came twice");
-        };
-        Some(Capture { layers: layers.into_iter().collect(), positions, sink: Arc::new(sink) })
-    }
-
-    fn take(&self) -> Rows {
-        std::mem::take(&mut *self.0.lock().unwrap())
-    }
-}
-
 fn precise(name: &str, chunk: usize) -> Engine {
     let options = EngineOptions { kv: KvType::F32, ..options(2, chunk) };
     Engine::load(model(name), &options, &mut |_, _| {}).unwrap()
-}
-
-fn steering(engine: &Engine, layer: usize, strength: f32) -> Option<Arc<Steering>> {
-    let direction = (0..engine.config().dim).map(|i| ((i * 37 % 19) as f32 - 9.0) / 9.0).collect();
-    let vector = ControlVector::new("made", BTreeMap::from([(layer, direction)])).unwrap();
-    let part = Part { vector: &vector, strength, layers: None };
-    Some(Arc::new(Steering::new(engine.config(), &[part]).unwrap()))
-}
-
-/// Steps until all requests have ended; what each said, and how it ended.
-fn together(engine: &mut Engine, requests: &[Request]) -> Vec<(support::Answer, puna::Finish)> {
-    let ids: Vec<_> = requests.iter().map(|r| engine.add(r.clone()).unwrap()).collect();
-    let mut answers = vec![support::Answer::default(); ids.len()];
-    let mut finishes: Vec<Option<puna::Finish>> = vec![None; ids.len()];
-    while !engine.is_idle() {
-        for event in engine.step().unwrap() {
-            let i = ids.iter().position(|id| *id == event.id).unwrap();
-            answers[i].take(event);
-            finishes[i] = event.finish.clone().or(finishes[i].take());
-        }
-        engine.check().unwrap();
-    }
-    check_empty(engine);
-    answers.into_iter().zip(finishes.into_iter().map(Option::unwrap)).collect()
 }
 
 #[test]
@@ -351,8 +302,8 @@ fn phases_add_up_to_the_time_that_passed() {
     }
 }
 
-/// Takes its time.
-struct Slow(Lookup);
+/// Knows what is said, and takes its time to say so.
+struct Slow(Vec<u32>);
 
 impl Slow {
     const TIME: Duration = Duration::from_millis(2);
@@ -360,32 +311,34 @@ impl Slow {
 
 impl Drafter for Slow {
     fn ready(&mut self, text: &Text) -> usize {
-        self.0.ready(text)
+        self.0.len() - text.answer.len()
     }
 
     fn draft(&mut self, wants: &mut [Want]) {
         std::thread::sleep(Slow::TIME);
-        self.0.draft(wants);
+        for want in wants {
+            want.draft.extend(self.0.iter().skip(want.text.answer.len()).take(want.most));
+        }
     }
 
-    fn end(&mut self, answer: AnswerId) {
-        self.0.end(answer);
-    }
+    fn end(&mut self, _: AnswerId) {}
 }
 
 #[test]
 fn drafting_is_a_phase() {
     let mut engine = engine("llama-gqa", 1, 64);
-    engine.set_drafter(Box::new(Slow(Lookup::default())), 4, false);
+    let r = request(prompt(70, 1), &greedy(), 60);
+    let (plain, _) = answer(&mut engine, r.clone());
+    engine.set_drafter(Box::new(Slow(plain.tokens)), 4, false);
     engine.trace(Trace::MAX_EVENTS);
-    let text = [&prompt(12, 1)[..]; 6].concat();
-    let (timings, wall) = timed(&mut engine, request(text, &greedy(), 60), |_| ());
+    let (timings, wall) = timed(&mut engine, r, |_| ());
     let gap = wall.abs_diff(timings.total());
     assert!(gap <= wall.mul_f64(0.02) + Duration::from_micros(300), "{:?} of {wall:?}", timings.total());
     let other = timings.time(Phase::Other);
     assert!(other <= wall.mul_f64(0.02), "{other:?} of {wall:?} nobody measured");
     let drafts = engine.status().drafts;
-    assert!(drafts.drafts > 3 && drafts.accepted > 0, "{drafts:?}");
+    // The first token, and then steps of five.
+    assert_eq!((drafts.drafts, drafts.accepted), (12, 12 * 4 - 1), "{drafts:?}");
     let (draft, least) = (timings.time(Phase::Draft), Slow::TIME * drafts.drafts as u32);
     assert!(draft >= least, "{draft:?} of {least:?}");
     // What it took is in no other phase.

@@ -164,8 +164,8 @@ fn phases_add_up_to_the_time_that_passed() {
     let whole = server.chat(fields.clone());
     let passed = start.elapsed().as_secs_f64() * 1e3;
     let stream = server.post("/v1/chat/completions", &chat(with(fields, json!({ "stream": true })))).events();
-    let complete = server.complete(json!({ "timings": true, "prompt": ["Once", "Twice"], "n": 2 }));
-    for answer in [&whole, stream.last().unwrap(), &complete] {
+    let complete = server.complete(json!({ "timings": true, "prompt": ["Once", "Twice"], "n": 2, "ignore_eos": true }));
+    for (i, answer) in [&whole, stream.last().unwrap(), &complete].into_iter().enumerate() {
         let timings = &answer["timings"];
         for name in ["cache_n", "prompt_n", "prompt_ms", "prompt_per_second", "predicted_n", "predicted_ms"] {
             assert!(timings[name].is_number(), "{name}: {timings}");
@@ -178,6 +178,15 @@ fn phases_add_up_to_the_time_that_passed() {
             assert!(phases[name]["ms"].as_f64().unwrap() > 0.0, "{name}: {timings}");
         }
         assert!(phases["qkv"]["mb"].as_f64().unwrap() > 0.0);
+        // What is said of the same time without a stopwatch, and what of it nobody measured.
+        let of = |name: &str| timings[name].as_f64().unwrap();
+        let engine = of("queue_ms") + of("prompt_ms") + of("predicted_ms");
+        let beside = ["tokenize", "grammar", "detokenize", "write"]
+            .map(|name| phases.get(name).map_or(0.0, |p| p["ms"].as_f64().unwrap()));
+        assert!(wall >= engine && wall - engine <= beside.iter().sum::<f64>() + 0.02 * wall, "{timings}");
+        let other = phases.get("other").map_or(0.0, |phase| phase["ms"].as_f64().unwrap());
+        // The third request shared its steps.
+        assert!(i == 2 || other <= 0.02 * wall, "{timings}");
     }
     assert!(whole["timings"]["wall_ms"].as_f64().unwrap() <= passed);
     assert!(whole["timings"]["phases"]["grammar"]["ms"].as_f64().unwrap() > 0.0);

@@ -10,7 +10,7 @@ use puna_model::Error as ModelError;
 use puna_server::Options;
 use serde_json::{Value, json};
 use std::fs::{self, File};
-use std::io::BufReader;
+use std::io::{BufReader, Write};
 use std::net::TcpStream;
 use std::path::Path;
 use std::time::{Duration, Instant};
@@ -118,6 +118,11 @@ fn end_of(mut stream: BufReader<TcpStream>) -> Value {
     serde_json::from_str::<Value>(last.strip_prefix("data: ").unwrap()).unwrap()["error"].clone()
 }
 
+/// Writes over a file's bytes.
+fn write_over(path: &Path, bytes: &[u8]) {
+    File::options().write(true).open(path).unwrap().write_all(bytes).unwrap();
+}
+
 /// Puts other bytes under a file's name.
 fn replace(path: &Path, bytes: &[u8]) {
     let other = path.with_extension("new");
@@ -144,8 +149,8 @@ fn files_that_change_end_requests_and_not_the_server() {
         (&|| File::create(&path).map(drop).unwrap(), length(0)),
         (&|| replace(&path, &whole[..half]), length(half)),
         (&|| replace(&path, &other), another.clone()),
-        (&|| fs::write(&path, &other).unwrap(), another),
-        (&|| fs::write(&path, [&whole[..], b"more"].concat()).unwrap(), length(all + 4)),
+        (&|| write_over(&path, &other), another),
+        (&|| File::options().append(true).open(&path).unwrap().write_all(b"more").unwrap(), length(all + 4)),
         (&|| fs::remove_file(&path).unwrap(), "a file of the model cannot be read: no such file".into()),
     ];
     for (i, (change, message)) in changes.iter().enumerate() {
@@ -168,7 +173,11 @@ fn files_that_change_end_requests_and_not_the_server() {
         assert!(held.ends_with(" 0"), "{held}");
         assert_eq!(ask(&server, "dense", json!({}))["choices"], expected[1], "change {i}");
         // The right file again: in place, or under the name.
-        if i % 2 == 0 { fs::write(&path, &whole).unwrap() } else { replace(&path, &whole) }
+        if i % 2 == 0 {
+            fs::write(&path, &whole).unwrap()
+        } else {
+            replace(&path, &whole)
+        }
         assert_eq!(ask(&server, "mixture", json!({}))["choices"], expected[0], "change {i}");
     }
 }

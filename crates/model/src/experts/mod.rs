@@ -20,9 +20,9 @@ use crate::error::Error;
 use crate::weights::{Dense, Linear};
 use files::ExpertFile;
 use plan::Expert;
-use reader::{Piece, Read, Readers};
+use reader::{Read, Readers};
 use slots::{Load, Slots};
-use std::io;
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 /// What became of experts that steps wanted, since the model was loaded.
@@ -90,8 +90,6 @@ pub struct ExpertStream<M> {
     held: Vec<Held<M>>,
     readers: Readers,
     in_flight: usize,
-    /// Files that something was read from and that have not been looked at since.
-    touched: Vec<bool>,
     arrived: Vec<u32>,
     layer: usize,
     rows: usize,
@@ -114,7 +112,6 @@ impl<M> ExpertStream<M> {
         let n_experts = experts.iter().map(Vec::len).max().unwrap_or(0);
         let held = || Held { buffers: Default::default(), left: 0, failed: None, dense: None };
         Ok(ExpertStream {
-            touched: vec![false; files.len()],
             files,
             slots: Slots::new(experts.len(), n_experts, used, n_slots),
             experts,
@@ -302,11 +299,9 @@ impl<M> ExpertStream<M> {
         if self.arrived.is_empty() {
             return Ok(());
         }
-        let changed = self.check_files().err();
         let mut result = Ok(());
         for slot in std::mem::take(&mut self.arrived) {
-            let failed = self.held[slot as usize].failed.take().or_else(|| changed.clone());
-            match failed {
+            match self.held[slot as usize].failed.take() {
                 None => {
                     self.held[slot as usize].dense = Some(self.dense(b, slot));
                     self.slots.arrived(slot);
@@ -323,42 +318,29 @@ impl<M> ExpertStream<M> {
         result
     }
 
-    /// A read has ended: its buffers are the slot's again.
+    /// A read has ended: its buffers are the slot's again. The file is looked at after the read, so that what was written
+    /// to it before or meanwhile is noticed.
     fn end(&mut self, read: Read) {
-        let Read { slot, piece, buffers, result, .. } = read;
+        let source = &mut self.files[read.piece.file];
+        let checked = source.check();
+        if checked.is_ok() && !Arc::ptr_eq(&read.file, source.opened()) {
+            // What was read may be of a file that the right one has taken the place of.
+            let again = Read { file: source.opened().clone(), result: Ok(()), ..read };
+            return self.readers.submit(again, true);
+        }
+        let Read { slot, piece, file, buffers, result, .. } = read;
         self.in_flight -= 1;
-        self.touched[piece.file] = true;
-        self.stats.bytes_read += if result.is_ok() { piece.bytes as u64 } else { 0 };
-        let failed = result.err().map(|e| self.read_error(&piece, &e));
+        let read = checked.and_then(|()| result.map_err(|e| Error::io(&file.path, &e)));
+        self.stats.bytes_read += if read.is_ok() { piece.bytes as u64 } else { 0 };
         let held = &mut self.held[slot as usize];
         for (part, buffer) in piece.parts.iter().zip(buffers) {
             held.buffers[part.matrix] = buffer;
         }
-        held.failed = held.failed.take().or(failed);
+        held.failed = held.failed.take().or(read.err());
         held.left -= 1;
         if held.left == 0 {
             self.arrived.push(slot);
         }
-    }
-
-    /// What is wrong with a file that a piece could not be read from.
-    fn read_error(&mut self, piece: &Piece, cause: &io::Error) -> Error {
-        let file = &mut self.files[piece.file];
-        match file.check() {
-            Err(changed) => changed,
-            Ok(()) => Error::io(&file.opened().path, cause),
-        }
-    }
-
-    /// Whether the files that were read from still are what they were: after the reads, so that what was written to a
-    /// file before or while it was read is noticed.
-    fn check_files(&mut self) -> Result<(), Error> {
-        let touched = self.files.iter_mut().zip(&mut self.touched).filter(|(_, touched)| **touched);
-        for (file, touched) in touched {
-            file.check()?;
-            *touched = false;
-        }
-        Ok(())
     }
 
     fn dense<B: Backend<Matrix = M>>(&mut self, b: &B, slot: u32) -> Dense<M> {

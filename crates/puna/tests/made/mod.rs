@@ -3,6 +3,7 @@
 
 #[path = "../../../model/tests/support/maker.rs"]
 pub mod maker;
+pub mod oracle;
 
 use crate::support::prompt;
 use maker::Spec;

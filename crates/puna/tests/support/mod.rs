@@ -1,6 +1,7 @@
 //! What tests of the engine share: models, requests and answers.
 #![allow(dead_code, clippy::unwrap_used)]
 
+pub mod inside;
 pub mod real;
 
 use puna::sampler::PartialSampling;
