@@ -194,7 +194,7 @@ impl<'a> Session<'a> {
         let mut options = EncodeOptions::default();
         if let Some(state) = &self.state {
             let no_tokens = || Error::Input("the saved state has rows that are no tokens".into());
-            ids.extend(state.tokens.as_ref().ok_or_else(no_tokens)?);
+            ids.extend(state.tokens().ok_or_else(no_tokens)?);
             options.bos = AddBos::No;
         }
         ids.extend(tokenizer.encode(text, options).map_err(|e| puna::Error::text(&self.args.model, e))?);
@@ -203,7 +203,7 @@ impl<'a> Session<'a> {
 
     /// What a conversation begins with: what was said in the state, or the system message.
     pub fn first_messages(&self, system: Option<&str>) -> Vec<Value> {
-        let note = self.state.as_ref().and_then(|state| serde_json::from_str::<Value>(&state.note).ok());
+        let note = self.state.as_ref().and_then(|state| serde_json::from_str::<Value>(state.note()).ok());
         match note.as_ref().and_then(|note| note["messages"].as_array()) {
             Some(messages) => messages.clone(),
             None => system.into_iter().map(|text| json!({ "role": "system", "content": text })).collect(),
@@ -211,7 +211,7 @@ impl<'a> Session<'a> {
     }
 
     /// Saves what was said, where that is asked for.
-    pub fn save(&self, messages: &[Value]) -> Result<(), Error> {
+    pub fn save(&mut self, messages: &[Value]) -> Result<(), Error> {
         let Some(path) = &self.args.save_state else { return Ok(()) };
         let note = json!({ "messages": messages }).to_string();
         let prompt = Prompt::from(self.said.clone());

@@ -61,36 +61,6 @@ pub fn bind(from: &dyn Checkpoint, arch: &Arch, config: &Config, head: bool) -> 
     Ok(weights)
 }
 
-/// What tells a model from others: a hash of its configuration and, of every tensor, of name, shape, format, and the 256
-/// bytes in its middle. To read all weights would take as long as loading them does; tensors that were changed only
-/// elsewhere count as the same.
-pub fn fingerprint(from: &dyn Checkpoint, config: &Config) -> [u8; 32] {
-    const SAMPLE: usize = 256;
-    let mut hasher = blake3::Hasher::new();
-    let mut add = |bytes: &[u8]| {
-        hasher.update(&(bytes.len() as u64).to_le_bytes()).update(bytes);
-    };
-    add(format!("{config:?}").as_bytes());
-    let mut names = from.names();
-    // Keys and values do not depend on the output, which a model that only embeds need not have.
-    names.retain(|name| is_part(name) && !name.starts_with("output"));
-    names.sort_unstable();
-    for name in names {
-        add(name.as_bytes());
-        add(format!("{:?}", from.shape(&name)).as_bytes());
-        let Ok(tensor) = from.tensor(&name) else { continue };
-        add(tensor.dtype.name().as_bytes());
-        let stored = match (&tensor.place, &tensor.data) {
-            (Some(place), _) => place.map.bytes().get(place.range.clone()).unwrap_or_default(),
-            (None, Data::Stored(bytes)) => bytes,
-            (None, Data::Made(rows, _)) => rows.stored(),
-        };
-        let start = stored.len().saturating_sub(SAMPLE) / 2;
-        add(&stored[start..stored.len().min(start + SAMPLE)]);
-    }
-    *hasher.finalize().as_bytes()
-}
-
 /// Bytes of all weights as they are loaded, before matrices are in a device's form.
 pub fn bytes(weights: &Weights<Found>) -> u64 {
     let mut total = matrix_bytes(weights);

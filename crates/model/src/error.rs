@@ -135,6 +135,17 @@ pub enum Error {
         /// The file.
         path: PathBuf,
     },
+    /// A note that is too long to be kept with a state.
+    #[error("a note of {bytes} bytes: at most {most} are kept with a state")]
+    StateNote {
+        /// Its bytes.
+        bytes: usize,
+        /// Most bytes.
+        most: usize,
+    },
+    /// A state on its way gave its blocks back before it was whole.
+    #[error("the blocks of a state were needed for something else before all of it was there")]
+    BlocksTaken,
     /// A saved state cannot be used.
     #[error("{}: the saved state cannot be used: {what}", shown(path))]
     State {

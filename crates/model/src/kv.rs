@@ -94,6 +94,25 @@ impl Table {
     }
 }
 
+impl Sequence {
+    /// Takes the first `blocks` whole blocks of `chain` in place of what it holds. Every group has what it needs of them.
+    fn take(&mut self, groups: &mut [Group], chain: &Chain, blocks: usize) {
+        for (group, table) in groups.iter_mut().zip(&mut self.tables) {
+            let first = group.first_kept(blocks);
+            let keys = &chain.keys()[first..blocks];
+            let found = keys.iter().map(|key| group.pages.find(key).expect("every layer serves them"));
+            let found: VecDeque<u32> = found.collect();
+            found.iter().for_each(|&block| group.pages.hold(block));
+            table.clear(&mut group.pages);
+            *table = Table { first, blocks: found };
+        }
+        self.len = blocks * KV_BLOCK;
+        if let Some(own) = &mut self.chain {
+            own.copy_from(chain, self.len);
+        }
+    }
+}
+
 impl Group {
     /// First block that the position at `len` needs.
     fn first_block(&self, len: usize) -> usize {
@@ -236,41 +255,79 @@ impl KvCache {
         let most = chain.len().saturating_sub(1) / KV_BLOCK;
         let from = len / KV_BLOCK;
         let Some(blocks) = longest(&self.groups, keys, from, most) else { return len };
-        for (group, table) in self.groups.iter_mut().zip(&mut s.tables) {
-            let first = group.first_block(blocks * KV_BLOCK).min(blocks);
-            let found = keys[first..blocks].iter().map(|key| group.pages.find(key).expect("every layer serves them"));
-            let found: VecDeque<u32> = found.collect();
-            found.iter().for_each(|&block| group.pages.hold(block));
-            table.clear(&mut group.pages);
-            *table = Table { first, blocks: found };
-        }
-        s.len = blocks * KV_BLOCK;
+        s.take(&mut self.groups, chain, blocks);
         s.total = total.max(s.len);
-        own.copy_from(chain, s.len);
         s.len
     }
 
-    /// Of the rows of `chain`, how many whole blocks are in the cache such that every layer can go on from them; and for
-    /// each group of layers the blocks that it goes on from.
-    pub(crate) fn kept(&self, chain: &Chain) -> (usize, Vec<(usize, Vec<u32>)>) {
-        let keys = chain.keys();
-        let blocks = longest(&self.groups, keys, 0, keys.len()).unwrap_or(0);
-        let ids = |group: &Group| {
-            let keys = &keys[group.first_kept(blocks)..blocks];
-            keys.iter().map(|key| group.pages.find(key).expect("every layer serves them")).collect()
-        };
-        (blocks, self.groups.iter().map(ids).enumerate().collect())
+    /// Begins a sequence that holds the whole blocks of `chain` that are in the cache, as many as every layer can go on
+    /// from: until it ends they stay as they are.
+    pub(crate) fn hold(&mut self, chain: &Chain) -> SeqId {
+        let blocks = longest(&self.groups, chain.keys(), 0, chain.keys().len()).unwrap_or(0);
+        let seq = self.add_shared();
+        if let Some(s) = &mut self.seqs[seq.index as usize].seq {
+            s.take(&mut self.groups, chain, blocks);
+        }
+        seq
     }
 
-    /// Bytes of what [`KvCache::kept`] gives for so many blocks.
+    /// Begins a sequence that holds as many blocks as [`KvCache::hold`] does of `blocks` whole ones, to be filled: until
+    /// they have names nobody finds them. `None`, and the cache as before, where there is no memory.
+    pub(crate) fn hold_empty(&mut self, blocks: usize) -> Option<SeqId> {
+        let fits = |group: &Group| blocks - group.first_kept(blocks) <= group.pages.available();
+        if !self.groups.iter().all(fits) {
+            return None;
+        }
+        let seq = self.add();
+        let s = self.seqs[seq.index as usize].seq.as_mut()?;
+        for (group, table) in self.groups.iter_mut().zip(&mut s.tables) {
+            table.first = group.first_kept(blocks);
+            while table.end() < blocks {
+                let Some(block) = group.pages.alloc() else {
+                    self.remove(seq);
+                    return None;
+                };
+                table.blocks.push_back(block);
+            }
+        }
+        Some(seq)
+    }
+
+    /// The blocks that a sequence holds, with their groups, in order.
+    pub(crate) fn held(&self, seq: SeqId) -> impl Iterator<Item = (usize, u32)> {
+        let tables = self.slot(seq).and_then(|slot| slot.seq.as_ref()).map_or(&[][..], |s| s.tables.as_slice());
+        tables.iter().enumerate().flat_map(|(g, table)| table.blocks.iter().map(move |&id| (g, id)))
+    }
+
+    /// Makes the blocks that a sequence holds known as those of `chain`.
+    pub(crate) fn name_held(&mut self, seq: SeqId, chain: &Chain) {
+        if self.len(seq).is_none() {
+            return;
+        }
+        let Some(s) = &mut self.seqs[seq.index as usize].seq else { return };
+        for (group, table) in self.groups.iter_mut().zip(&mut s.tables) {
+            for (block, key) in table.blocks.iter_mut().zip(&chain.keys()[table.first..]) {
+                *block = group.pages.name(*block, *key);
+            }
+        }
+    }
+
+    /// Whether a sequence that is to become `chain` could take more blocks if the first `blocks` of `saved`, as
+    /// [`KvCache::hold`] has them, were in the cache.
+    pub(crate) fn lacks(&self, chain: &Chain, saved: &Chain, blocks: usize) -> bool {
+        let pairs = chain.keys().iter().zip(saved.keys().iter().take(blocks));
+        let most = chain.len().saturating_sub(1) / KV_BLOCK;
+        let common = pairs.take_while(|(a, b)| a == b).count().min(most);
+        // Windows of a shorter prefix begin earlier, where nothing was saved.
+        let serves = |group: &Group| group.first_kept(common) >= group.first_kept(blocks);
+        let is_served = self.groups.iter().all(serves);
+        is_served && longest(&self.groups, chain.keys(), 0, common).unwrap_or(0) < common
+    }
+
+    /// Bytes of what [`KvCache::hold`] holds of so many blocks.
     pub(crate) fn kept_bytes(&self, blocks: usize) -> u64 {
-        let bytes = |(i, g): (usize, &Group)| (blocks - g.first_kept(blocks)) as u64 * self.group_bytes(i) as u64;
-        self.groups.iter().enumerate().map(bytes).sum()
-    }
-
-    /// Bytes of a block of a group of layers.
-    pub(crate) fn group_bytes(&self, group: usize) -> usize {
-        self.groups[group].pages.block_bytes()
+        let bytes = |group: &Group| (blocks - group.first_kept(blocks)) as u64 * group.pages.block_bytes() as u64;
+        self.groups.iter().map(bytes).sum()
     }
 
     /// The content of a block.
@@ -278,31 +335,9 @@ impl KvCache {
         self.groups[group].pages.blocks.content(id)
     }
 
-    /// Puts the blocks into the cache that [`KvCache::kept`] would give for the first `blocks` blocks of `chain`, and
-    /// that others find from then on; `read` fills each, in that order. False where it does not, or there is no memory:
-    /// then nothing is put.
-    pub(crate) fn put(&mut self, chain: &Chain, blocks: usize, read: &mut dyn FnMut(&mut [u8]) -> bool) -> bool {
-        let mut got = Vec::new();
-        let mut is_whole = true;
-        'groups: for (g, group) in self.groups.iter_mut().enumerate() {
-            for i in group.first_kept(blocks)..blocks {
-                let Some(id) = group.pages.alloc() else {
-                    is_whole = false;
-                    break 'groups;
-                };
-                got.push((g, id, i));
-                if !read(group.pages.blocks.content_mut(id)) {
-                    is_whole = false;
-                    break 'groups;
-                }
-            }
-        }
-        for (g, id, i) in got.into_iter().rev() {
-            let pages = &mut self.groups[g].pages;
-            let id = if is_whole { pages.name(id, chain.keys()[i]) } else { id };
-            pages.release(id);
-        }
-        is_whole
+    /// The same, to be written.
+    pub(crate) fn block_mut(&mut self, group: usize, id: u32) -> &mut [u8] {
+        self.groups[group].pages.blocks.content_mut(id)
     }
 
     /// Gets blocks for `rows` more positions of a sequence, which stay its own until it is cut or ends. Returns how many

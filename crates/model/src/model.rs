@@ -8,11 +8,12 @@ use crate::config::Config;
 use crate::cpu::Cpu;
 use crate::error::Error;
 use crate::experts::{ExpertStats, ExpertStream, Plan, Wishes};
+use crate::fingerprint::Fingerprint;
 use crate::forward::{self, Scratch, Tap};
 use crate::kv::KvCache;
 use crate::prefix::Chain;
 use crate::reference::Reference;
-use crate::state::{self, Saved, State};
+use crate::state::{self, Loading, Saving, State, StateKey, StateReader, StateWriter};
 use crate::timed::Timed;
 use crate::timings::{Phase, Stopwatch};
 use crate::weights::Weights;
@@ -73,7 +74,7 @@ pub struct Model {
     config: Config,
     runner: Box<dyn Runner + Send>,
     notices: Vec<String>,
-    fingerprint: [u8; 32],
+    fingerprint: Fingerprint,
     scratch: Scratch,
 }
 
@@ -192,7 +193,7 @@ impl Model {
         let own = plan.is_some();
         // Keys and values depend on these, too.
         let way = format!("{:?} {:?}", options.backend, options.quantize);
-        let fingerprint = *blake3::keyed_hash(&bind::fingerprint(from, &config), way.as_bytes()).as_bytes();
+        let fingerprint = Fingerprint::new(from, &config, &way);
         let runner: Box<dyn Runner + Send> = match options.backend {
             BackendKind::Cpu => {
                 let cpu = Cpu::new(options.isa, options.threads, options.pack);
@@ -231,31 +232,98 @@ impl Model {
     }
 
     /// What tells it from other models, and from itself loaded in a way that changes what it computes: a hash of its
-    /// configuration, of its tensors' names, shapes and formats, and of a sample of each ([`bind::fingerprint`]).
-    pub fn fingerprint(&self) -> &[u8; 32] {
-        &self.fingerprint
-    }
-
-    /// Saves what the cache has of a sequence's rows, for [`Model::load_state`]; a file of that name is replaced when the
-    /// new one is complete. `note`: any text, kept with it. Gives how many positions are saved with their keys and values:
-    /// whole blocks of 32. The other rows are saved as what they are, and are computed again.
+    /// configuration, of its tensors' names, shapes and formats, and of 256 bytes from the middle of each. They are read
+    /// when this is first asked for.
     ///
     /// # Errors
-    /// [`Error::Write`]; [`Error::Batch`] where the cache is of another shape.
-    pub fn save_state(&self, kv: &KvCache, chain: &Chain, note: &str, path: &Path) -> Result<usize, Error> {
+    /// [`Error::Io`] where a file of the model cannot be read any more.
+    pub fn fingerprint(&self) -> Result<[u8; 32], Error> {
+        self.fingerprint.hash()
+    }
+
+    /// What states are known by that are saved from this model and such a cache.
+    ///
+    /// # Errors
+    /// As [`Model::fingerprint`].
+    pub fn state_key(&self, kv: &KvCache) -> Result<StateKey, Error> {
+        Ok(StateKey { model: self.fingerprint()?, kind: kv.kind() })
+    }
+
+    /// Begins to save what the cache has of a sequence's rows: whole blocks of 32 positions with their keys and values, as
+    /// many as every layer can go on from. The other rows are saved as what they are, and are computed again. `note`: any
+    /// text, kept with it. What is begun must be ended ([`Saving::end`]).
+    ///
+    /// # Errors
+    /// [`Error::StateNote`]; [`Error::Batch`] where the cache is of another shape; as [`Model::fingerprint`].
+    pub fn begin_save(&self, kv: &mut KvCache, chain: &Chain, note: &str) -> Result<Saving, Error> {
         self.check_cache(kv)?;
-        state::save(kv, &Saved { model: &self.fingerprint, chain, note }, path)
+        Saving::begin(kv, &self.state_key(kv)?, chain, note)
     }
 
-    /// Puts a saved state into the cache: shared sequences that begin alike ([`KvCache::adopt`]) go on from it, and are
-    /// what they would have been without it, bit for bit.
+    /// Bytes of the file that [`Model::begin_save`] makes where the cache has all whole blocks.
+    pub fn state_bytes(&self, kv: &KvCache, chain: &Chain, note: &str) -> u64 {
+        state::file_bytes(kv, chain, note, chain.keys().len())
+    }
+
+    /// Begins to put a saved state into the cache. What is begun must be ended: [`Loading::finish`], [`Loading::abandon`].
     ///
     /// # Errors
-    /// [`Error::State`] where the file is damaged, or of another model or kind of cache; [`Error::Io`];
-    /// [`Error::OutOfMemory`] where the cache does not hold it; [`Error::Batch`] as before.
+    /// [`Error::State`] where it is of another model or kind of cache, or contradicts itself; [`Error::OutOfMemory`] where
+    /// the cache has no room for it; otherwise as [`Model::begin_save`]. The cache is as before then.
+    pub fn begin_load(&self, kv: &mut KvCache, state: &State) -> Result<Loading, Error> {
+        self.check_cache(kv)?;
+        Loading::begin(kv, &self.state_key(kv)?, state)
+    }
+
+    /// Whether a sequence that is to become `chain` could take more from the cache if a state were there.
+    pub fn lacks(&self, kv: &KvCache, chain: &Chain, state: &State) -> bool {
+        state.helps(kv, chain)
+    }
+
+    /// [`Model::begin_save`] to the end, into a file, which replaces one of its name when it is complete. Gives how many
+    /// positions are saved with their keys and values.
+    ///
+    /// # Errors
+    /// [`Error::Write`]; as [`Model::begin_save`].
+    pub fn save_state(&self, kv: &mut KvCache, chain: &Chain, note: &str, path: &Path) -> Result<usize, Error> {
+        let mut writer = StateWriter::create(path)?;
+        let mut saving = self.begin_save(kv, chain, note)?;
+        let write = || {
+            while let Some(piece) = saving.next_piece(kv)? {
+                writer.write(&piece)?;
+            }
+            writer.finish()
+        };
+        let written = write();
+        let positions = saving.positions();
+        saving.end(kv);
+        written.map(|()| positions)
+    }
+
+    /// [`Model::begin_load`] to the end, from a file: shared sequences that begin alike ([`KvCache::adopt`]) go on from it,
+    /// and are what they would have been without it, bit for bit.
+    ///
+    /// # Errors
+    /// [`Error::State`] where the file is damaged; [`Error::Io`]; as [`Model::begin_load`]. Nothing gets into the cache
+    /// then.
     pub fn load_state(&self, kv: &mut KvCache, path: &Path) -> Result<State, Error> {
-        self.check_cache(kv)?;
-        state::load(kv, &self.fingerprint, path)
+        let mut reader = StateReader::open(path)?;
+        reader.check()?;
+        let state = reader.state().clone();
+        let mut loading = self.begin_load(kv, &state)?;
+        let read = || {
+            while let Some(piece) = reader.next_piece()? {
+                loading.put(kv, &piece)?;
+            }
+            reader.finish()
+        };
+        match read() {
+            Ok(()) => loading.finish(kv).map(|()| state),
+            Err(e) => {
+                loading.abandon(kv);
+                Err(e)
+            }
+        }
     }
 
     fn check_cache(&self, kv: &KvCache) -> Result<(), Error> {

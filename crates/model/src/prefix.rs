@@ -115,16 +115,26 @@ impl Chain {
         self.rows.iter().map(token).collect()
     }
 
-    /// The rows as [`Chain::push_bytes`] takes them, one after the other.
-    pub(crate) fn to_bytes(&self) -> Vec<u8> {
-        let mut bytes = Vec::with_capacity(5 * self.rows.len());
+    /// Bytes of what [`Chain::write_bytes`] writes.
+    pub(crate) fn bytes_len(&self) -> usize {
+        let bytes = |row: &RowKey| if matches!(row, RowKey::Token(_)) { 5 } else { 33 };
+        self.rows.iter().map(bytes).sum()
+    }
+
+    /// Writes the rows as [`Chain::push_bytes`] takes them, one after the other.
+    pub(crate) fn write_bytes(&self, out: &mut Vec<u8>) {
         for row in &self.rows {
             match row {
-                RowKey::Token(id) => bytes.extend([&[0][..], &id.to_le_bytes()].concat()),
-                RowKey::Hash(hash) => bytes.extend([&[1][..], hash].concat()),
+                RowKey::Token(id) => {
+                    out.push(0);
+                    out.extend(id.to_le_bytes());
+                }
+                RowKey::Hash(hash) => {
+                    out.push(1);
+                    out.extend(hash);
+                }
             }
         }
-        bytes
     }
 
     /// Adds a row: tag 0 and a token's id, or tag 1 and a hash. False where it is neither.

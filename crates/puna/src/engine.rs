@@ -18,7 +18,7 @@ use crate::sequence::{Sequence, Setting};
 use puna_kernels::{KV_BLOCK, KvType};
 use puna_model::batch::MAX_POSITIONS;
 use puna_model::bind::Progress;
-use puna_model::{Batch, Chain, Config, Error as ModelError, ExpertStats, KvCache, LoadOptions, Model, Phase};
+use puna_model::{Batch, Chain, Config, Error as ModelError, ExpertStats, KvCache, LoadOptions, Model, Phase, SeqId};
 use puna_text::Tokenizer;
 use std::path::PathBuf;
 use std::sync::{Arc, OnceLock};
@@ -123,6 +123,8 @@ pub struct Engine {
     scratch: Scratch,
     events: Vec<Event>,
     pub(crate) watch: Watch,
+    /// What holds the blocks of states that are being saved or loaded.
+    pub(crate) on_their_way: Vec<SeqId>,
 }
 
 /// A model whose weights are in memory, before it is known how much of the rest is for keys and values.
@@ -208,6 +210,7 @@ impl Engine {
             drafting: None,
             scratch: Scratch::default(),
             events: Vec::new(),
+            on_their_way: Vec::new(),
         };
         engine.load_drafter(options)?;
         Ok(engine)
@@ -398,7 +401,10 @@ impl Engine {
     pub fn step(&mut self) -> Result<&[Event], Error> {
         self.events.clear();
         self.watch.begin_step(&mut self.running, &self.waiting);
-        let work = self.schedule();
+        let mut work = self.schedule();
+        if self.batch.rows.is_empty() && !self.is_idle() && self.give_up_states() {
+            work = self.schedule();
+        }
         self.watch.set_shares(&self.batch, &mut self.running);
         if self.batch.rows.is_empty() {
             // There is room for one at least, unless the system has no memory for it.

@@ -50,5 +50,6 @@ pub use states::StateFolder;
 
 pub use puna_kernels::{Isa, KvType, Pool};
 pub use puna_model::{
-    BackendKind, ControlVector, ExpertStats, LoadOptions, Phase, Prompt, Row, State, Steering, Timings, Trace, steering,
+    BackendKind, ControlVector, ExpertStats, LoadOptions, Loading, Phase, Prompt, Row, Saving, State, StateKey,
+    StateReader, StateWriter, Steering, Timings, Trace, steering,
 };

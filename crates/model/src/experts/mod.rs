@@ -13,6 +13,7 @@ mod plan;
 mod reader;
 mod slots;
 
+pub(crate) use files::read_exact_at;
 pub(crate) use plan::{Plan, Wishes};
 
 use crate::backend::Backend;
