@@ -188,10 +188,10 @@ fn what_cannot_be_enforced_is_refused_by_name() {
         (json!({ "grammar": 1 }), "grammar"),
         (json!({ "grammar": "start: (" }), "grammar"),
         (json!({ "grammar": { "syntax": "ebnf", "definition": "x" } }), "grammar.syntax"),
-        (json!({ "grammar": { "syntax": "regex", "definition": "(" } }), "grammar"),
+        (json!({ "grammar": { "syntax": "regex", "definition": "(" } }), "grammar.definition"),
         (json!({ "grammar": "start: \"x\"", "response_format": { "type": "json_object" } }), "grammar"),
         (with(with_tools(json!("auto")), json!({ "response_format": { "type": "json_object" } })), "response_format"),
-        (bad_tool, "tools"),
+        (bad_tool, "tools[1].function.parameters"),
         (with_tools(json!({ "type": "function", "function": { "name": "other" } })), "tool_choice.function.name"),
     ] {
         let reply = server.post(PATH, &chat(fields.clone()));

@@ -1,6 +1,8 @@
 //! A server of a small model, and a small client: blocking sockets, one request a connection.
 #![allow(dead_code, clippy::unwrap_used)]
 
+pub mod schema;
+
 use puna::{EngineOptions, LoadOptions};
 use puna_server::{Error, Options, Server};
 use serde_json::{Value, json};
