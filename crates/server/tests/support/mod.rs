@@ -185,6 +185,8 @@ impl Reply {
         assert!(self.header("content-type").unwrap().starts_with("text/event-stream"));
         let text = self.text();
         assert!(text.ends_with("data: [DONE]\n\n"), "{text}");
+        // Clients read line by line.
+        assert!(text.split("\n\n").all(|block| !block.contains('\n')), "{text}");
         let blocks = text.split_terminator("\n\n").filter(|block| !block.starts_with(':'));
         let data: Vec<&str> = blocks.map(|block| block.strip_prefix("data: ").unwrap()).collect();
         data[..data.len() - 1].iter().map(|json| serde_json::from_str(json).unwrap()).collect()
