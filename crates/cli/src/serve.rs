@@ -36,6 +36,10 @@ pub struct ServeArgs {
     /// Let pages of this origin read answers; * is every origin; may be repeated
     #[arg(long, value_name = "ORIGIN")]
     cors: Vec<String>,
+    /// Another name that this server is reached by, as behind a proxy; * is every name; may be repeated. Without keys, a
+    /// server for this machine alone takes no others than localhost and addresses, since pages can make up names
+    #[arg(long, value_name = "NAME")]
+    allowed_host: Vec<String>,
     /// Control vector (GGUF) that requests may name in steering; may be repeated
     #[arg(long, value_name = "NAME=FILE", value_parser = name_and_value)]
     control_vector: Vec<(String, String)>,
@@ -155,6 +159,7 @@ impl ServeArgs {
             port: self.port,
             keys,
             cors: self.cors.clone(),
+            allowed_hosts: self.allowed_host.clone(),
             vectors: open_vectors(&self.control_vector)?,
             uploads: self.allow_uploads,
             profile: self.profile,

@@ -40,7 +40,8 @@ impl Program {
     fn ask(&self, head: &str, body: &str) -> String {
         let mut stream = TcpStream::connect(&self.address).unwrap();
         let length = body.len();
-        write!(stream, "{head} HTTP/1.1\r\nhost: x\r\nconnection: close\r\nauthorization: Bearer two\r\n").unwrap();
+        write!(stream, "{head} HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\nauthorization: Bearer two\r\n")
+            .unwrap();
         write!(stream, "content-length: {length}\r\n\r\n{body}").unwrap();
         let mut reply = String::new();
         stream.read_to_string(&mut reply).unwrap();

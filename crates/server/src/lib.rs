@@ -1,11 +1,11 @@
 //! An HTTP server with OpenAI's interface for models that puna runs.
 //!
-//! The way of a request: [`server`] takes a connection; `http` names the request, looks for a key and reads the body;
-//! `routes` says what is where; [`openai`] reads the request field by field and makes work for the engine of it; `models`
-//! finds the model, which `loading` has brought into memory, and `room` has a place for it or not; `worker`, a thread for
-//! each model, steps the engine and tells every request what came of it; `answering` sends that as one object or as a
-//! stream of events. Where a client goes away, its receiver is dropped, and the engine's thread ends the request before
-//! its next step.
+//! The way of a request: [`server`] takes a connection; `http` names the request, looks for a key and reads the body
+//! (`browser` keeps other people's pages out); `routes` says what is where; [`openai`] reads the request field by field
+//! and makes work for the engine of it; `models` finds the model, which `loading` has brought into memory, and `room` has
+//! a place for it or not; `worker`, a thread for each model, steps the engine and tells every request what came of it;
+//! `answering` sends that as one object or as a stream of events. Where a client goes away, its receiver is dropped, and
+//! the engine's thread ends the request before its next step.
 //!
 //! ```no_run
 //! let options = puna_server::Options::new(vec!["model.gguf".into()]);
@@ -17,6 +17,7 @@
 
 mod answering;
 mod app;
+mod browser;
 mod connections;
 mod error;
 mod http;

@@ -26,6 +26,9 @@ pub struct Options {
     pub keys: Keys,
     /// Origins whose pages may read answers: none, some, or `*`.
     pub cors: Vec<String>,
+    /// Names of this server beside localhost and addresses. Other names are refused where this is not empty, or where
+    /// only this machine can ask and nobody needs a key; `*` is every name.
+    pub allowed_hosts: Vec<String>,
     /// Control vectors that requests may name.
     pub vectors: Vectors,
     /// Whether clients may add control vectors.
@@ -48,6 +51,7 @@ impl Options {
             port: 8080,
             keys: Keys::default(),
             cors: Vec::new(),
+            allowed_hosts: Vec::new(),
             vectors: Vectors::default(),
             uploads: false,
             profile: false,

@@ -1,6 +1,7 @@
 //! The server: listening, connections, and how it ends.
 
 use crate::app::App;
+use crate::browser::{Browsers, guard};
 use crate::connections::{Connections, Place};
 use crate::error::Error;
 use crate::http::{authorize, panicked, watch};
@@ -55,6 +56,10 @@ impl Server {
         let router = router(app.clone())
             .layer(from_fn_with_state(app.clone(), authorize))
             .layer(CatchPanicLayer::custom(panicked));
+        let router = match Browsers::new(options).map(Arc::new) {
+            Some(browsers) => router.layer(from_fn_with_state(browsers, guard)),
+            None => router,
+        };
         let router = match cors {
             Some(cors) => router.layer(cors),
             None => router,

@@ -6,14 +6,139 @@
 mod support;
 
 use serde_json::{Value, json};
-use support::{Running, chat, with};
+use support::schema::{Body, Document};
+use support::{Reply, Running, chat, with};
 
-/// Values that hardly any field takes.
-fn oddities(most: Value) -> Vec<Value> {
-    vec![
+/// What a field needs beside it to mean something.
+fn beside(field: &str) -> Value {
+    match field {
+        "stream_options" => json!({ "stream": true }),
+        "top_logprobs" => json!({ "logprobs": true }),
+        "max_tokens" => json!({ "echo": true }),
+        "tool_choice" => json!({ "tools": [{ "type": "function", "function": { "name": "x" } }] }),
+        _ => json!({}),
+    }
+}
+
+/// What is refused though the document allows it: what the model of these tests has not, a text that is no grammar.
+fn is_more_than_schemas_say(place: &str, value: &Value) -> bool {
+    matches!((place, value.as_str()), ("grammar" | "grammar.definition", Some(_)))
+        || (place == "count_experts" && *value == true)
+}
+
+/// What an answer says, without what differs from time to time.
+fn told(reply: &Reply) -> (u16, Value) {
+    let mut answer = reply.json();
+    ["id", "created", "timings", "usage"].iter().for_each(|name| drop(answer.as_object_mut().unwrap().remove(*name)));
+    (reply.status, answer)
+}
+
+/// Whether a field that an error names is a place, or inside of it; or the list that does not fit together with it, or
+/// what was to be there in its stead.
+fn is_within(param: &str, place: &str) -> bool {
+    let is_inside = param.strip_prefix(place).is_some_and(|rest| rest.is_empty() || rest.starts_with(['.', '[']));
+    let is_around = place.strip_suffix("[0]").is_some_and(|list| list.ends_with(".layers") && param == list);
+    is_inside || is_around || (place, param) == ("messages", "prompt")
+}
+
+/// Sends every strange value at every place of a request, which is allowed or refused by its name. Gives how many.
+fn sweep(server: &Running, document: &Document, path: &str, schema: &Value) -> usize {
+    let generates = schema["properties"].get("max_tokens").is_some();
+    let base = if generates { json!({ "max_tokens": 1, "temperature": 0 }) } else { json!({}) };
+    let plain = with(document.specimen(schema), base.clone());
+    let expected = told(&server.post(path, &plain));
+    assert_eq!(expected.0, 200, "{path}: {plain}: {}", expected.1);
+    let bodies = document.bodies(schema);
+    for (i, Body { place, value, body }) in bodies.iter().enumerate() {
+        let body = with(with(base.clone(), beside(place.split(['.', '[']).next().unwrap())), body.clone());
+        let (reply, is_allowed) = (server.post(path, &body), document.allows(schema, &body));
+        let what: String = format!("{path} {place} {value}").chars().take(200).collect();
+        if reply.status == 200 {
+            assert!(is_allowed, "{what} is answered");
+        } else {
+            assert_eq!(reply.status, 400, "{what}: {}", reply.text());
+            assert!(!is_allowed || is_more_than_schemas_say(place, value), "{what} is refused: {}", reply.text());
+            let error = reply.error();
+            assert_eq!(error["type"], "invalid_request_error", "{what}");
+            assert!(error["param"].as_str().is_some_and(|param| is_within(param, place)), "{what}: {error}");
+        }
+        if bodies.get(i + 1).is_none_or(|next| next.place != *place) {
+            assert_eq!(told(&server.post(path, &plain)), expected, "after {what}");
+        }
+    }
+    bodies.len()
+}
+
+#[test]
+fn every_field_of_every_request() {
+    let options = support::options(256);
+    let direction = std::collections::BTreeMap::from([(1, vec![0.5; 80])]);
+    assert!(options.vectors.add("x", puna::ControlVector::new("x", direction).unwrap()));
+    let server = Running::start(options);
+    let document = Document(server.get("/openapi.json").json());
+    let mut n = 0;
+    for (path, methods) in document.0["paths"].as_object().unwrap() {
+        let schema = &methods["post"]["requestBody"]["content"]["application/json"]["schema"];
+        if !schema.is_null() {
+            n += sweep(&server, &document, path, document.resolve(schema));
+        }
+    }
+    assert!(n > 2000, "{n} requests");
+}
+
+/// Keywords of JSON Schema, and some that are none.
+const KEYWORDS: [&str; 42] = [
+    "type",
+    "enum",
+    "const",
+    "anyOf",
+    "oneOf",
+    "allOf",
+    "not",
+    "if",
+    "then",
+    "else",
+    "$ref",
+    "$defs",
+    "definitions",
+    "$id",
+    "$schema",
+    "items",
+    "additionalItems",
+    "prefixItems",
+    "contains",
+    "minItems",
+    "maxItems",
+    "uniqueItems",
+    "properties",
+    "additionalProperties",
+    "patternProperties",
+    "propertyNames",
+    "dependentRequired",
+    "required",
+    "minProperties",
+    "maxProperties",
+    "minLength",
+    "maxLength",
+    "pattern",
+    "format",
+    "minimum",
+    "maximum",
+    "exclusiveMinimum",
+    "exclusiveMaximum",
+    "multipleOf",
+    "title",
+    "nullable",
+    "x-guidance",
+];
+
+#[test]
+fn every_keyword_of_a_schema() {
+    let server = Running::start(support::options(512));
+    let values = [
         json!(-1),
         json!(0),
-        most,
+        json!(1u64 << 62),
         json!(1e308),
         json!("x"),
         Value::Null,
@@ -21,129 +146,34 @@ fn oddities(most: Value) -> Vec<Value> {
         json!({}),
         json!(true),
         json!(1.5),
-    ]
-}
-
-/// A field, the first number above its range, and whether it takes a value of [`oddities`].
-type Field = (&'static str, Value, fn(&Value) -> bool);
-
-fn null(value: &Value) -> bool {
-    value.is_null()
-}
-
-fn count_from(value: &Value, least: u64, most: u64) -> bool {
-    value.is_null() || value.as_u64().is_some_and(|n| (least..=most).contains(&n))
-}
-
-fn number(value: &Value, least: f64, most: f64) -> bool {
-    value.is_null() || value.as_f64().is_some_and(|x| (least..=most).contains(&x))
-}
-
-fn flag(value: &Value) -> bool {
-    value.is_null() || value.is_boolean()
-}
-
-fn object(value: &Value) -> bool {
-    value.is_null() || value.is_object()
-}
-
-/// What both kinds of requests have.
-fn common() -> Vec<Field> {
-    vec![
-        ("temperature", json!(2.1), |v| number(v, 0.0, 2.0)),
-        ("top_p", json!(1.1), |v| number(v, 0.0, 1.0)),
-        ("min_p", json!(1.1), |v| number(v, 0.0, 1.0)),
-        ("top_k", json!(1u64 << 31), |v| *v == -1 || count_from(v, 0, 1 << 30)),
-        ("repetition_penalty", json!(100.1), |v| number(v, 0.01, 100.0)),
-        ("presence_penalty", json!(2.1), |v| number(v, -2.0, 2.0)),
-        ("frequency_penalty", json!(2.1), |v| number(v, -2.0, 2.0)),
-        ("n", json!(129), |v| count_from(v, 1, 128)),
-        ("seed", json!(2e19), |v| v.is_null() || v.is_i64()),
-        ("min_tokens", json!(1u64 << 32), |v| count_from(v, 0, 0)),
-        ("stop", json!(vec!["x"; 65]), |v| null(v) || v == "x" || *v == json!([])),
-        ("stop_token_ids", json!([1u64 << 32]), |v| null(v) || *v == json!([])),
-        ("logit_bias", json!({ "5": 101 }), |v| null(v) || *v == json!({})),
-        ("ignore_eos", json!("true"), flag),
-        ("skip_special_tokens", json!(2), flag),
-        ("prompt_logprobs", json!(21), |v| count_from(v, 0, 20)),
-        ("stream", json!(2), flag),
-        ("model", json!(5), |v| null(v) || v.is_string()),
-    ]
-}
-
-/// Sends every field with every oddity.
-fn matrix(server: &Running, path: &str, base: &Value, fields: &[Field]) {
-    for (field, most, takes) in fields {
-        for value in oddities(most.clone()) {
-            let body = with(base.clone(), json!({ *field: value }));
-            let reply = server.post(path, &body);
-            if takes(&value) {
-                assert_eq!(reply.status, 200, "{path} {field} {value}: {}", reply.text());
-                continue;
+        json!([{}]),
+        json!({ "x": {} }),
+        json!(["x", 1]),
+        json!([[]]),
+    ];
+    for keyword in KEYWORDS {
+        for value in &values {
+            let schema = json!({ "type": "object", "properties": { "x": { keyword: value } }, "required": ["x"] });
+            let format = json!({ "type": "json_schema", "json_schema": { "name": "x", "schema": schema } });
+            let tool = json!({ "type": "function", "function": { "name": "x", "parameters": schema } });
+            for (place, fields) in [
+                ("response_format.json_schema.schema", json!({ "response_format": format })),
+                ("tools", json!({ "tools": [tool], "tool_choice": "required" })),
+            ] {
+                let reply = server.post("/v1/chat/completions", &chat(with(json!({ "max_tokens": 1 }), fields)));
+                if reply.status == 200 {
+                    continue;
+                }
+                let (error, what) = (reply.error(), format!("{keyword}: {value}"));
+                assert_eq!(reply.status, 400, "{what}: {error}");
+                assert!(error["param"].as_str().is_some_and(|param| is_within(param, place)), "{what}: {error}");
+                // It says which keyword, and where.
+                let message = error["message"].as_str().unwrap();
+                assert!(error["code"] != "unsupported_schema" || message.contains("` at /"), "{what}: {error}");
             }
-            assert_eq!(reply.status, 400, "{path} {field} {value}: {}", reply.text());
-            let (error, param) = (reply.error(), reply.error()["param"].clone());
-            let param = param.as_str().unwrap_or_else(|| panic!("{path} {field} {value}: no param in {error}"));
-            assert!(param.starts_with(field), "{path} {field} {value}: {error}");
-            assert_eq!(error["type"], "invalid_request_error");
         }
     }
-    assert_eq!(server.post(path, base).status, 200);
-}
-
-#[test]
-fn every_field_of_a_chat() {
-    let server = Running::small();
-    let mut fields = common();
-    fields.extend([
-        ("messages", json!([{ "role": "nobody", "content": "x" }]), (|_| false) as fn(&Value) -> bool),
-        ("max_tokens", json!(-2), |v| count_from(v, 1, u64::MAX)),
-        ("max_completion_tokens", json!(-2), |v| count_from(v, 1, u64::MAX)),
-        ("logprobs", json!(2), flag),
-        ("top_logprobs", json!(21), |v| count_from(v, 0, 0)),
-        ("stream_options", json!({ "include_usage": 1 }), null),
-        ("tools", json!([{ "type": "function", "function": {} }]), |v| null(v) || *v == json!([])),
-        ("tool_choice", json!({ "type": "function", "function": { "name": "none" } }), null),
-        ("reasoning_effort", json!(1), |v| null(v) || v.is_string()),
-        ("chat_template_kwargs", json!(1), object),
-        ("add_generation_prompt", json!(2), flag),
-        ("continue_final_message", json!(2), |v| flag(v)),
-    ]);
-    matrix(&server, "/v1/chat/completions", &chat(json!({ "max_tokens": 1 })), &fields);
-}
-
-#[test]
-fn every_field_of_a_completion() {
-    let server = Running::small();
-    let mut fields = common();
-    fields.extend([
-        ("prompt", json!([1u64 << 32]), (|v| v == "x") as fn(&Value) -> bool),
-        ("max_tokens", json!(-2), |v| count_from(v, 1, u64::MAX)),
-        ("logprobs", json!(21), |v| count_from(v, 0, 20)),
-        ("best_of", json!(129), |v| count_from(v, 1, 128)),
-        ("echo", json!(2), flag),
-        ("suffix", json!(2), null),
-    ]);
-    matrix(&server, "/v1/completions", &json!({ "prompt": "x", "max_tokens": 1, "temperature": 0 }), &fields);
-}
-
-#[test]
-fn every_field_of_the_rest() {
-    let server = Running::small();
-    let is_text = |v: &Value| v == "x";
-    let model: Field = ("model", json!(5), |v| null(v) || v.is_string());
-    let input: Field = ("input", json!([512]), is_text);
-    let dimensions: Field = ("dimensions", json!(100_000), |v| count_from(v, 1, 64));
-    let format: Field = ("encoding_format", json!(1), null);
-    matrix(&server, "/v1/embeddings", &json!({ "input": "x" }), &[input, dimensions, format, model.clone()]);
-    let prompt: Field = ("prompt", json!(1), is_text);
-    let adds: Field = ("add_special_tokens", json!(2), flag);
-    let strings: Field = ("return_token_strs", json!(2), flag);
-    matrix(&server, "/tokenize", &json!({ "prompt": "x" }), &[prompt, adds, strings, model.clone()]);
-    let tokens: Field = ("tokens", json!([512]), |v| *v == json!([]));
-    matrix(&server, "/detokenize", &json!({ "tokens": [5] }), &[tokens, model.clone()]);
-    let messages: Field = ("messages", json!(1), |_| false);
-    matrix(&server, "/apply-template", &chat(json!({})), &[messages, model]);
+    server.chat(json!({}));
 }
 
 #[test]
@@ -262,12 +292,13 @@ fn grammars_that_nothing_satisfies() {
         schema(json!({ "$ref": "#/$defs/a", "$defs": { "a": { "$ref": "#/$defs/b" }, "b": { "$ref": "#/$defs/a" } } })),
         json!({ "grammar": "start: start" }),
     ] {
+        let param = if fields["grammar"].is_null() { "response_format.json_schema.schema" } else { "grammar" };
         let reply = server.post("/v1/chat/completions", &chat(fields.clone()));
         assert_eq!(reply.status, 400, "{fields}: {}", reply.text());
         let error = reply.error();
         assert_eq!(
-            (&error["type"], &error["code"]),
-            (&json!("invalid_request_error"), &json!("unsatisfiable_grammar")),
+            (&error["type"], &error["code"], &error["param"]),
+            (&json!("invalid_request_error"), &json!("unsatisfiable_grammar"), &json!(param)),
             "{fields}"
         );
     }

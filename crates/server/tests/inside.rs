@@ -94,7 +94,7 @@ fn steering_that_cannot_be_done_is_refused_by_name() {
         (wish(json!({ "strength": 1e30 })), "steering[1].strength"),
         (wish(json!({ "layers": [1] })), "steering[1].layers"),
         (wish(json!({ "layers": [2, 1] })), "steering[1].layers"),
-        (wish(json!({ "layers": [0, 1] })), "steering[1].layers"),
+        (wish(json!({ "layers": [0, 1] })), "steering[1].layers[0]"),
         (wish(json!({ "layers": [1, 99] })), "steering[1].layers"),
         (json!({ "timings": 1 }), "timings"),
         (json!({ "count_experts": true }), "count_experts"),

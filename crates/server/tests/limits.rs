@@ -73,6 +73,58 @@ fn pages_of_other_origins_are_kept_out() {
 }
 
 #[test]
+fn a_page_that_takes_this_machine_for_its_own_is_kept_out() {
+    let get = |server: &Running, host: &str| send(server.address, "GET", "/v1/models", &[("host", host)], b"");
+    let server = Running::small();
+    for (host, status) in [("localhost:8080", 200), ("127.0.0.1", 200), ("evil.example:8080", 403)] {
+        assert_eq!(get(&server, host).status, status, "{host}");
+    }
+    let reply = get(&server, "evil.example");
+    let error = reply.error();
+    assert_eq!((&error["type"], &error["code"]), (&json!("permission_error"), &json!("host_not_allowed")));
+    assert!(error["message"].as_str().unwrap().contains("--allowed-host"), "{error}");
+    // The page, the metrics and questions too; the name may also stand in the request's first line.
+    for (method, path) in [("GET", "/"), ("GET", "/metrics"), ("GET", "http://evil.example/health"), ("POST", CHAT)] {
+        let host = if path.starts_with("http") { "localhost" } else { "evil.example" };
+        assert_eq!(send(server.address, method, path, &[("host", host)], b"{}").status, 403, "{method} {path}");
+    }
+    // Who is no browser need not say where it goes.
+    let mut stream = TcpStream::connect(server.address).unwrap();
+    stream.write_all(b"GET /health HTTP/1.0\r\n\r\n").unwrap();
+    assert_eq!(read(&mut std::io::BufReader::new(stream)).status, 200);
+    // Behind a proxy it has another name.
+    let known = puna_server::Options { allowed_hosts: vec!["models.example".into()], ..support::options(256) };
+    let server = Running::start(known);
+    assert_eq!((get(&server, "models.example").status, get(&server, "evil.example").status), (200, 403));
+    // A page of others has no key.
+    let keys = puna_server::Options { keys: puna_server::Keys::parse("k"), ..support::options(256) };
+    let server = Running::start(keys);
+    assert_eq!(get(&server, "evil.example").status, 401);
+    let headers = [("host", "models.example"), ("authorization", "Bearer k")];
+    assert_eq!(send(server.address, "GET", "/v1/models", &headers, b"").status, 200);
+}
+
+#[test]
+fn a_page_cannot_ask_what_it_cannot_read() {
+    let ask = |server: &Running, headers: &[(&str, &str)]| {
+        let body = chat(json!({})).to_string();
+        send(server.address, "POST", CHAT, &[&[("content-type", "text/plain")], headers].concat(), body.as_bytes())
+    };
+    let evil = [("origin", "https://evil.example")];
+    let server = Running::small();
+    for headers in [&evil[..], &[("origin", "null"), ("sec-fetch-site", "cross-site")]] {
+        let reply = ask(&server, headers);
+        assert_eq!((reply.status, &reply.error()["code"]), (403, &json!("origin_not_allowed")));
+    }
+    let own = format!("http://{}", server.address);
+    let host = server.address.to_string();
+    assert_eq!(ask(&server, &[("host", &host), ("origin", &own)]).status, 200);
+    assert_eq!(ask(&server, &[("origin", "null"), ("sec-fetch-site", "same-origin")]).status, 200);
+    let server = Running::start(puna_server::Options { cors: vec![evil[0].1.into()], ..support::options(256) });
+    assert_eq!(ask(&server, &evil).status, 200);
+}
+
+#[test]
 fn a_client_that_goes_away_frees_its_sequence() {
     let server = Running::start(slow());
     // While its answer is streamed, while it waits for the whole answer, and with several answers.
@@ -202,7 +254,8 @@ fn bodies_have_a_limit() {
     let mut stream = begin(server.address, "PUT", "/health", &[], b"");
     read(&mut stream);
     let mut stream = TcpStream::connect(server.address).unwrap();
-    let head = format!("POST {CHAT} HTTP/1.1\r\nhost: x\r\nconnection: close\r\ntransfer-encoding: chunked\r\n\r\n");
+    let head =
+        format!("POST {CHAT} HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\ntransfer-encoding: chunked\r\n\r\n");
     stream.write_all(head.as_bytes()).unwrap();
     for _ in 0..20 {
         let chunk = format!("3e8\r\n{}\r\n", " ".repeat(1000));
@@ -221,8 +274,10 @@ fn slow_clients_stall_nobody() {
     let server = Running::start(options);
     let connect = || TcpStream::connect(server.address).unwrap();
     let (silent, mut half) = (connect(), connect());
-    half.write_all(format!("POST {CHAT} HTTP/1.1\r\nhost: x\r\ncontent-length: 100\r\n\r\n{{\"mess").as_bytes())
-        .unwrap();
+    half.write_all(
+        format!("POST {CHAT} HTTP/1.1\r\nhost: localhost\r\ncontent-length: 100\r\n\r\n{{\"mess").as_bytes(),
+    )
+    .unwrap();
     let mut slow_head = connect();
     slow_head.write_all(b"GET /hea").unwrap();
     // It asks for more than sockets hold and reads none of it.
@@ -256,7 +311,7 @@ fn silent_connections_make_room() {
     let server = Running::start(options);
     // One that is answered keeps its place, whoever comes; those who say nothing, or begin and do not go on, do not.
     let mut stream = start_stream(&server, &endless(json!({ "stream": true })));
-    let begun = format!("POST {CHAT} HTTP/1.1\r\nhost: x\r\ncontent-length: 100\r\n\r\n{{");
+    let begun = format!("POST {CHAT} HTTP/1.1\r\nhost: localhost\r\ncontent-length: 100\r\n\r\n{{");
     let held: Vec<TcpStream> = ["", "GET /he", &*begun]
         .iter()
         .cycle()

@@ -50,7 +50,7 @@ fn tools_are_called_when_they_must_be() {
         check_call(&calls[0], &names);
         // A stream tells the same in pieces: what identifies a call comes once, arguments are fragments of a string.
         let chunks = server.post(PATH, &chat(with(fields, json!({ "stream": true })))).events();
-        let (mut name, mut arguments, mut ids) = (String::new(), String::new(), 0);
+        let (mut name, mut arguments, mut ids, mut types) = (String::new(), String::new(), 0, 0);
         for chunk in &chunks {
             for call in chunk["choices"][0]["delta"]["tool_calls"].as_array().into_iter().flatten() {
                 assert_eq!(call["index"], 0);
@@ -58,9 +58,10 @@ fn tools_are_called_when_they_must_be() {
                 name += call["function"]["name"].as_str().unwrap_or("");
                 arguments += call["function"]["arguments"].as_str().unwrap();
                 ids += usize::from(call["id"].is_string());
+                types += usize::from(call["type"] == "function");
             }
         }
-        assert_eq!(ids, 1);
+        assert_eq!((ids, types), (1, 1));
         assert_eq!(name, calls[0]["function"]["name"].as_str().unwrap());
         assert_eq!(arguments, calls[0]["function"]["arguments"].as_str().unwrap());
         let last = &chunks.last().unwrap()["choices"][0];
@@ -188,10 +189,10 @@ fn what_cannot_be_enforced_is_refused_by_name() {
         (json!({ "grammar": 1 }), "grammar"),
         (json!({ "grammar": "start: (" }), "grammar"),
         (json!({ "grammar": { "syntax": "ebnf", "definition": "x" } }), "grammar.syntax"),
-        (json!({ "grammar": { "syntax": "regex", "definition": "(" } }), "grammar"),
+        (json!({ "grammar": { "syntax": "regex", "definition": "(" } }), "grammar.definition"),
         (json!({ "grammar": "start: \"x\"", "response_format": { "type": "json_object" } }), "grammar"),
         (with(with_tools(json!("auto")), json!({ "response_format": { "type": "json_object" } })), "response_format"),
-        (bad_tool, "tools"),
+        (bad_tool, "tools[1].function.parameters"),
         (with_tools(json!({ "type": "function", "function": { "name": "other" } })), "tool_choice.function.name"),
     ] {
         let reply = server.post(PATH, &chat(fields.clone()));

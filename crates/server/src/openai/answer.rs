@@ -126,13 +126,13 @@ pub(crate) fn timings(stats: &Stats) -> Value {
     })
 }
 
-/// `finish_reason`.
+/// `finish_reason`. `form`: the field that says what the answer must be, if one does.
 ///
 /// # Errors
 /// If it ended because the engine could not go on.
-pub(crate) fn finish_reason(reason: &FinishReason) -> Result<&'static str, ApiError> {
+pub(crate) fn finish_reason(reason: &FinishReason, form: &str) -> Result<&'static str, ApiError> {
     match reason {
-        FinishReason::Error(e) => Err(ApiError::of_engine("", e)),
+        FinishReason::Error(e) => Err(ApiError::of_engine(form, e)),
         FinishReason::Cancelled => Err(ApiError::new(Kind::Unavailable, "the request was ended by the server")),
         reason => Ok(reason.name()),
     }

@@ -51,12 +51,14 @@ struct Reader {
     is_reasoning: bool,
     /// White space that the content begins with, as long as calls may come: before those it is nothing that was said.
     blank: Option<String>,
+    /// As [`Replies::form`].
+    form: &'static str,
 }
 
 impl Reader {
     fn new(replies: &Replies, seed: u64) -> Reader {
         let blank = replies.has_tools().then(String::new);
-        Reader { parser: replies.parser(seed), is_reasoning: false, blank }
+        Reader { parser: replies.parser(seed), is_reasoning: false, blank, form: replies.form }
     }
 
     /// The pieces that an event makes, and why the answer ended, if it did.
@@ -65,7 +67,7 @@ impl Reader {
         let mut pieces = self.parser.push(&event.text);
         let mut reason = None;
         if let Some(finish) = &event.finish {
-            let name = finish_reason(&finish.reason)?;
+            let name = finish_reason(&finish.reason, self.form)?;
             pieces.extend(self.parser.finish());
             reason = Some(if name == "stop" && self.parser.n_calls() > 0 { "tool_calls" } else { name });
         }

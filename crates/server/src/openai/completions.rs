@@ -25,29 +25,35 @@ pub enum Input {
 pub(crate) const MAX_INPUTS: usize = 2048;
 
 impl Input {
-    /// Reads one text or many, each as a string or as token ids, from a field that must be there.
+    /// Reads one text or many, each as a string or as token ids, from a field that must be there. Gives the place of
+    /// each, for errors.
     ///
     /// # Errors
     /// The item that is wrong.
-    pub fn read(fields: &Fields, field: &str) -> Result<Vec<Input>, ApiError> {
+    pub fn read(fields: &Fields, field: &str) -> Result<Vec<(String, Input)>, ApiError> {
         let what = "a string, a list of strings, a list of token ids, or a list of such lists";
         let list = match fields.require(field)? {
-            Value::String(text) => return Ok(vec![Input::Text(text.clone())]),
+            Value::String(text) => return Ok(vec![(fields.name(field), Input::Text(text.clone()))]),
             Value::Array(list) if list.is_empty() => return Err(fields.expected(field, "at least one text")),
             Value::Array(list) => list,
             _ => return Err(fields.expected(field, what)),
         };
         let path = fields.name(field);
         if list[0].is_number() {
-            return Ok(vec![Input::Ids(ids(list, &path)?)]);
+            let ids = Input::Ids(ids(list, &path)?);
+            return Ok(vec![(path, ids)]);
         }
         if list.len() > MAX_INPUTS {
             return Err(ApiError::invalid(path, format!("{} texts, at most {MAX_INPUTS} are taken", list.len())));
         }
-        let item = |(i, value): (usize, &Value)| match value {
-            Value::String(text) => Ok(Input::Text(text.clone())),
-            Value::Array(list) => ids(list, &format!("{path}[{i}]")).map(Input::Ids),
-            _ => Err(expected(format!("{path}[{i}]"), "a string or a list of token ids", value)),
+        let item = |(i, value): (usize, &Value)| {
+            let place = format!("{path}[{i}]");
+            let input = match value {
+                Value::String(text) => Input::Text(text.clone()),
+                Value::Array(list) => Input::Ids(ids(list, &place)?),
+                _ => return Err(expected(place, "a string or a list of token ids", value)),
+            };
+            Ok((place, input))
         };
         list.iter().enumerate().map(item).collect()
     }
@@ -69,8 +75,8 @@ impl Input {
 pub struct CompletionRequest {
     /// The model's name, if it says one.
     pub model: Option<String>,
-    /// What is continued.
-    pub prompts: Vec<Input>,
+    /// What is continued, and where it stands.
+    pub prompts: Vec<(String, Input)>,
     /// How.
     pub generation: Generation,
     /// Log-probabilities: of how many other tokens.
@@ -119,10 +125,9 @@ impl CompletionRequest {
         card.check_head()?;
         let (mut requests, mut prompts) = (Vec::new(), Vec::new());
         let (steering, mut grammar) = (self.generation.inside.steering.steering(card)?, Duration::ZERO);
-        for (i, input) in self.prompts.iter().enumerate() {
-            let param = if self.prompts.len() > 1 { format!("prompt[{i}]") } else { "prompt".to_owned() };
-            let ids = input.ids(card, &param, EncodeOptions::default())?;
-            let mut request = self.request(card, &param, ids.clone())?;
+        for (param, input) in &self.prompts {
+            let ids = input.ids(card, param, EncodeOptions::default())?;
+            let mut request = self.request(card, param, ids.clone())?;
             request.steering.clone_from(&steering);
             let start = Instant::now();
             request.grammar = self.generation.constraint.as_ref().map(|c| c.compile(card)).transpose()?;
@@ -149,6 +154,7 @@ impl CompletionRequest {
             account: self.generation.inside.account(card, grammar),
             echo: self.echo,
             logprobs: self.logprobs.is_some(),
+            form: self.generation.constraint.as_ref().map_or("", |constraint| constraint.param),
         };
         let choices = vec![Choice::default(); shared.prompts.len() * self.best_of];
         let answer = match self.generation.stream {
@@ -188,6 +194,8 @@ struct Shared {
     account: Account,
     echo: bool,
     logprobs: bool,
+    /// The field that says what answers must be; empty if none does.
+    form: &'static str,
 }
 
 /// One of the answers.
@@ -239,7 +247,7 @@ impl Shared {
             }
         }
         if let Some(finish) = &event.finish {
-            choice.finish = finish_reason(&finish.reason)?;
+            choice.finish = finish_reason(&finish.reason, self.form)?;
             self.account.take(event);
         }
         Ok(())

@@ -8,7 +8,14 @@ use std::sync::Arc;
 
 /// What an answer must be.
 #[derive(Clone, Debug, PartialEq)]
-pub enum Constraint {
+pub struct Constraint {
+    form: Form,
+    /// The field that says it.
+    pub(crate) param: &'static str,
+}
+
+#[derive(Clone, Debug, PartialEq)]
+enum Form {
     /// A JSON object.
     JsonObject,
     /// JSON of a schema.
@@ -30,12 +37,13 @@ impl Constraint {
         if format.is_some() && grammar.is_some() {
             return Err(ApiError::invalid("grammar", "cannot be used together with response_format"));
         }
-        Ok(format.or(grammar))
+        let constraint = |(form, param)| Constraint { form, param };
+        Ok(format.or(grammar).map(constraint))
     }
 
     /// Whether the answer may begin with reasoning all the same.
     pub(crate) fn allows_reasoning(&self) -> bool {
-        matches!(self, Constraint::JsonObject | Constraint::JsonSchema(_))
+        matches!(self.form, Form::JsonObject | Form::JsonSchema(_))
     }
 
     /// What keeps a text to it.
@@ -60,32 +68,37 @@ impl Constraint {
         json: impl FnOnce(&Arc<Grammars>, &Value) -> Result<Grammar, puna::Error>,
     ) -> Result<Grammar, ApiError> {
         let grammars = card.chat.grammars().map_err(|e| ApiError::of_engine("", &e))?;
-        let (param, result) = match self {
-            Constraint::JsonObject => ("response_format", json(grammars, &json!({ "type": "object" }))),
-            Constraint::JsonSchema(schema) => ("response_format.json_schema.schema", json(grammars, schema)),
-            Constraint::Lark(source) => ("grammar", grammars.lark(source)),
-            Constraint::Regex(pattern) => ("grammar", grammars.regex(pattern)),
+        let result = match &self.form {
+            Form::JsonObject => json(grammars, &json!({ "type": "object" })),
+            Form::JsonSchema(schema) => json(grammars, schema),
+            Form::Lark(source) => grammars.lark(source),
+            Form::Regex(pattern) => grammars.regex(pattern),
         };
-        result.map_err(|e| ApiError::of_engine(param, &e))
+        result.map_err(|e| ApiError::of_engine(self.param, &e))
     }
 }
 
-fn response_format(fields: &Fields) -> Result<Option<Constraint>, ApiError> {
+/// A form, and the field that says it.
+type Said = (Form, &'static str);
+
+fn response_format(fields: &Fields) -> Result<Option<Said>, ApiError> {
     let Some(value) = fields.get("response_format") else { return Ok(None) };
     let format = Fields::new(value, "response_format")?;
     format.require("type")?;
     match format.string("type")?.unwrap_or_default() {
         "text" => Ok(None),
         "json_object" => match format.object("schema")? {
-            None => Ok(Some(Constraint::JsonObject)),
-            Some(schema) => Ok(Some(Constraint::JsonSchema(Value::Object(schema.clone())))),
+            None => Ok(Some((Form::JsonObject, "response_format"))),
+            Some(schema) => Ok(Some((Form::JsonSchema(Value::Object(schema.clone())), "response_format.schema"))),
         },
         "json_schema" => {
             let inner = Fields::new(format.require("json_schema")?, "response_format.json_schema")?;
             inner.string("name")?;
             inner.boolean("strict")?;
             match inner.require("schema")? {
-                schema @ (Value::Object(_) | Value::Bool(_)) => Ok(Some(Constraint::JsonSchema(schema.clone()))),
+                schema @ (Value::Object(_) | Value::Bool(_)) => {
+                    Ok(Some((Form::JsonSchema(schema.clone()), "response_format.json_schema.schema")))
+                }
                 _ => Err(inner.expected("schema", "a JSON schema")),
             }
         }
@@ -94,10 +107,10 @@ fn response_format(fields: &Fields) -> Result<Option<Constraint>, ApiError> {
 }
 
 /// A string is Lark; an object says what it is, as OpenAI's custom tools do.
-fn grammar(fields: &Fields) -> Result<Option<Constraint>, ApiError> {
+fn grammar(fields: &Fields) -> Result<Option<Said>, ApiError> {
     let value = match fields.get("grammar") {
         None => return Ok(None),
-        Some(Value::String(source)) => return Ok(Some(Constraint::Lark(source.clone()))),
+        Some(Value::String(source)) => return Ok(Some((Form::Lark(source.clone()), "grammar"))),
         Some(value @ Value::Object(_)) => value,
         Some(_) => return Err(fields.expected("grammar", "a string, or an object with syntax and definition")),
     };
@@ -105,8 +118,8 @@ fn grammar(fields: &Fields) -> Result<Option<Constraint>, ApiError> {
     grammar.require("definition")?;
     let text = grammar.string("definition")?.unwrap_or_default().to_owned();
     match grammar.string("syntax")? {
-        Some("lark") => Ok(Some(Constraint::Lark(text))),
-        Some("regex") => Ok(Some(Constraint::Regex(text))),
+        Some("lark") => Ok(Some((Form::Lark(text), "grammar.definition"))),
+        Some("regex") => Ok(Some((Form::Regex(text), "grammar.definition"))),
         _ => Err(grammar.expected("syntax", "lark or regex")),
     }
 }

@@ -14,8 +14,8 @@ use serde_json::{Value, json};
 pub struct EmbeddingRequest {
     /// The model's name, if it says one.
     pub model: Option<String>,
-    /// The texts.
-    pub input: Vec<Input>,
+    /// The texts, and where they stand.
+    pub input: Vec<(String, Input)>,
     /// Vectors as base64 of little-endian single precision, and not as lists of numbers.
     pub base64: bool,
     /// So many of the first numbers of a vector, which is then of length 1 again.
@@ -51,9 +51,8 @@ impl EmbeddingRequest {
             return Err(ApiError::invalid("dimensions", format!("expected at most {}, found {n}", card.dim)));
         }
         let options = EncodeOptions { special: false, bos: AddBos::Auto };
-        let text = |(i, input): (usize, &Input)| {
-            let param = if self.input.len() > 1 { format!("input[{i}]") } else { "input".to_owned() };
-            let ids = input.ids(card, &param, options)?;
+        let text = |(param, input): &(String, Input)| {
+            let ids = input.ids(card, param, options)?;
             let error = match ids.iter().find(|&&id| id as usize >= card.vocab_size) {
                 Some(&id) => Some(puna::Error::TokenId { id, vocab: card.vocab_size }),
                 None if ids.is_empty() => Some(puna::Error::EmptyText),
@@ -62,9 +61,9 @@ impl EmbeddingRequest {
                 }
                 None => None,
             };
-            error.map_or(Ok(ids), |e| Err(ApiError::of_engine(&param, &e)))
+            error.map_or(Ok(ids), |e| Err(ApiError::of_engine(param, &e)))
         };
-        self.input.iter().enumerate().map(text).collect()
+        self.input.iter().map(text).collect()
     }
 
     /// How the engine is asked: vectors are of length 1.

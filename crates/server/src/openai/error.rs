@@ -121,9 +121,7 @@ impl ApiError {
             E::Grammar { .. } => ApiError::invalid(param, error).code("invalid_grammar"),
             // The grammar is the client's: nothing satisfies it, or nothing from here on.
             E::Constraint { .. } => ApiError::invalid(param, error).code("unsatisfiable_grammar"),
-            E::Sample(e @ puna::sampler::SampleError::NothingAllowed { .. }) => {
-                ApiError::new(Kind::Invalid, e.to_string())
-            }
+            E::Sample(e @ puna::sampler::SampleError::NothingAllowed { .. }) => ApiError::invalid(param, e),
             E::EmptyPrompt | E::EmptyText | E::TokenId { .. } | E::Samples { .. } => ApiError::invalid(param, error),
             E::Embedding { what, .. } => ApiError::new(Kind::Invalid, format!("the model cannot embed: {what}")),
             E::Model(e @ M::NoHead) => ApiError::new(Kind::Invalid, e.to_string()),

@@ -175,8 +175,8 @@ fn stop(fields: &Fields) -> Result<Vec<String>, ApiError> {
         Some(_) => return Err(fields.expected("stop", "a string, or a list of at most 64 strings")),
     };
     let text = |(i, value): (usize, &Value)| {
-        let text = value.as_str().filter(|text| !text.is_empty() && text.len() <= MAX_STOP_LEN);
-        let what = "a string of 1 to 1024 bytes";
+        let text = value.as_str().filter(|text| !text.is_empty() && text.chars().count() <= MAX_STOP_LEN);
+        let what = "a string of 1 to 1024 characters";
         text.map(str::to_owned).ok_or_else(|| expected(format!("stop[{i}]"), what, value))
     };
     list.iter().enumerate().map(text).collect()

@@ -1,7 +1,7 @@
 //! What requests may change and see inside a model: steering, phases of their time, counts of experts.
 
 use crate::openai::answer::timings;
-use crate::openai::fields::integer;
+use crate::openai::fields::{expected, integer};
 use crate::openai::{ApiError, Card, Fields, Kind};
 use puna::inside::timings_json;
 use puna::steering::Part;
@@ -136,9 +136,12 @@ impl Wish {
 /// `[first, last]`.
 fn layers(fields: &Fields) -> Result<Option<RangeInclusive<usize>>, ApiError> {
     let Some(list) = fields.list("layers")? else { return Ok(None) };
-    let number = |value: &Value| integer(value).and_then(|n| usize::try_from(n).ok());
-    match list.iter().map(number).collect::<Option<Vec<usize>>>().as_deref() {
-        Some(&[first, last]) if first <= last => Ok(Some(first..=last)),
+    let number = |(i, value): (usize, &Value)| {
+        let layer = integer(value).and_then(|n| usize::try_from(n).ok()).filter(|&layer| layer > 0);
+        layer.ok_or_else(|| expected(fields.name(&format!("layers[{i}]")), "a layer, from 1 on", value))
+    };
+    match list.iter().enumerate().map(number).collect::<Result<Vec<usize>, _>>()?[..] {
+        [first, last] if first <= last => Ok(Some(first..=last)),
         _ => Err(fields.expected("layers", "the first and the last layer, as [first, last]")),
     }
 }

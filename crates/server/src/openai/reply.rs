@@ -12,6 +12,8 @@ pub(crate) struct Replies {
     pub format: &'static ReplyFormat,
     tools: Vec<Value>,
     pub in_reasoning: bool,
+    /// The field of the request that says what answers must be; empty if none does.
+    pub form: &'static str,
 }
 
 impl Replies {
@@ -27,7 +29,8 @@ impl Replies {
         // What a template opens is at the prompt's end.
         let tail = &prompt[prompt.len().saturating_sub(16)..];
         let tail = card.chat.tokenizer().map(|t| t.decode(tail)).unwrap_or_default();
-        Replies { format, tools: tools.to_vec(), in_reasoning: format.begins_in_reasoning(&tail) }
+        let form = if tools.is_empty() { constraint.map_or("", |constraint| constraint.param) } else { "tools" };
+        Replies { format, tools: tools.to_vec(), in_reasoning: format.begins_in_reasoning(&tail), form }
     }
 
     /// Whether answers may have calls.
@@ -59,7 +62,7 @@ impl Replies {
         let (format, in_reasoning) = (self.format, self.in_reasoning);
         let grammar = ToolGrammar { format, tools, choice: wanted, parallel, in_reasoning };
         let result = card.chat.grammars().and_then(|grammars| grammars.tools(&grammar));
-        result.map_err(|e| ApiError::of_engine("tools", &e))
+        result.map_err(|e| ApiError::of_engine(&place(&e), &e))
     }
 
     /// A parser for one answer; `seed` is another for each.
@@ -67,6 +70,15 @@ impl Replies {
         let options = ReplyOptions { tools: &self.tools, in_reasoning: self.in_reasoning, seed };
         ReplyParser::new(self.format, &options)
     }
+}
+
+/// Which of the tools an error is about.
+fn place(error: &puna::Error) -> String {
+    let index = match error {
+        puna::Error::Schema { at, .. } => at.split('/').nth(1),
+        _ => None,
+    };
+    index.map_or("tools".into(), |index| format!("tools[{index}].function.parameters"))
 }
 
 /// The `delta` of a piece.

@@ -1,6 +1,8 @@
 //! A server of a small model, and a small client: blocking sockets, one request a connection.
 #![allow(dead_code, clippy::unwrap_used)]
 
+pub mod schema;
+
 use puna::{EngineOptions, LoadOptions};
 use puna_server::{Error, Options, Server};
 use serde_json::{Value, json};
@@ -183,6 +185,8 @@ impl Reply {
         assert!(self.header("content-type").unwrap().starts_with("text/event-stream"));
         let text = self.text();
         assert!(text.ends_with("data: [DONE]\n\n"), "{text}");
+        // Clients read line by line.
+        assert!(text.split("\n\n").all(|block| !block.contains('\n')), "{text}");
         let blocks = text.split_terminator("\n\n").filter(|block| !block.starts_with(':'));
         let data: Vec<&str> = blocks.map(|block| block.strip_prefix("data: ").unwrap()).collect();
         data[..data.len() - 1].iter().map(|json| serde_json::from_str(json).unwrap()).collect()
@@ -205,7 +209,10 @@ pub fn begin(
 ) -> BufReader<TcpStream> {
     let mut stream = TcpStream::connect(address).unwrap();
     stream.set_read_timeout(Some(Duration::from_secs(120))).unwrap();
-    let mut head = format!("{method} {path} HTTP/1.1\r\nhost: test\r\nconnection: close\r\n");
+    let mut head = format!("{method} {path} HTTP/1.1\r\nconnection: close\r\n");
+    if !headers.iter().any(|(name, _)| *name == "host") {
+        head += "host: localhost\r\n";
+    }
     if method == "POST" {
         head += &format!("content-length: {}\r\n", body.len());
     }
