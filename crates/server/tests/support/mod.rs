@@ -91,6 +91,14 @@ impl Running {
         send(self.address, "POST", path, &[("content-type", "application/json")], body)
     }
 
+    pub fn put(&self, path: &str, body: &Value) -> Reply {
+        send(self.address, "PUT", path, &[("content-type", "application/json")], body.to_string().as_bytes())
+    }
+
+    pub fn delete(&self, path: &str) -> Reply {
+        send(self.address, "DELETE", path, &[], b"")
+    }
+
     /// A chat that must succeed.
     pub fn chat(&self, fields: Value) -> Value {
         let reply = self.post("/v1/chat/completions", &chat(fields));
@@ -206,7 +214,7 @@ pub fn begin(
     let mut stream = TcpStream::connect(address).unwrap();
     stream.set_read_timeout(Some(Duration::from_secs(120))).unwrap();
     let mut head = format!("{method} {path} HTTP/1.1\r\nhost: test\r\nconnection: close\r\n");
-    if method == "POST" {
+    if matches!(method, "POST" | "PUT") {
         head += &format!("content-length: {}\r\n", body.len());
     }
     headers.iter().for_each(|(name, value)| head += &format!("{name}: {value}\r\n"));
