@@ -46,6 +46,9 @@ pub struct ServeArgs {
     /// Let clients upload and delete control vectors
     #[arg(long)]
     allow_uploads: bool,
+    /// Keep beginnings of prompts that clients name in this folder, with their keys and values (/v1/prefixes)
+    #[arg(long, value_name = "DIR")]
+    state_dir: Option<PathBuf>,
     /// Measure what memory gives at best, so that timings tell their part of it
     #[arg(long)]
     profile: bool,
@@ -78,6 +81,12 @@ struct LimitArgs {
     /// Most MiB of keys and values of each model [default: its part of half of the memory that is free when all are loaded]
     #[arg(long, value_name = "MIB", value_parser = clap::value_parser!(u32).range(1..))]
     kv_memory: Option<u32>,
+    /// Prefixes in --state-dir
+    #[arg(long, value_name = "N", default_value_t = 256)]
+    max_prefixes: u32,
+    /// Most MiB of the files in --state-dir together
+    #[arg(long, value_name = "MIB", default_value_t = 4096)]
+    state_limit: u32,
     /// Connections at once; where all are taken, silent ones are closed and others wait
     #[arg(long, value_name = "N", default_value_t = 1024, value_parser = clap::value_parser!(u32).range(1..))]
     max_connections: u32,
@@ -162,12 +171,15 @@ impl ServeArgs {
             allowed_hosts: self.allowed_host.clone(),
             vectors: open_vectors(&self.control_vector)?,
             uploads: self.allow_uploads,
+            state_dir: self.state_dir.clone(),
             profile: self.profile,
             limits: Limits {
                 max_tokens: limits.max_tokens.map(|n| n as usize),
                 queue: limits.max_queue as usize,
                 connections: limits.max_connections as usize,
                 body: (limits.max_body as usize) << 20,
+                prefixes: limits.max_prefixes as usize,
+                prefix_bytes: u64::from(limits.state_limit) << 20,
                 request: Duration::from_secs(limits.request_timeout),
                 idle: Duration::from_secs(limits.idle_timeout),
                 grace: Duration::from_secs(limits.grace.into()),

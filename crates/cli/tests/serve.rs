@@ -5,7 +5,7 @@
 
 use std::io::{BufRead, BufReader, Read, Write};
 use std::net::TcpStream;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
 
@@ -21,8 +21,11 @@ struct Program {
 
 impl Program {
     fn start(arguments: &[&str]) -> Program {
-        let mut child = Command::new(env!("CARGO_BIN_EXE_puna"))
-            .arg("serve")
+        Program::of(Command::new(env!("CARGO_BIN_EXE_puna")).arg("serve"), arguments)
+    }
+
+    fn of(command: &mut Command, arguments: &[&str]) -> Program {
+        let mut child = command
             .arg(model())
             .args(["--port", "0", "--threads", "1", "--ctx", "256"])
             .args(arguments)
@@ -35,6 +38,14 @@ impl Program {
         BufReader::new(child.stdout.as_mut().unwrap()).read_line(&mut line).unwrap();
         let address = line.trim().strip_prefix("http://").unwrap().to_owned();
         Program { child, address }
+    }
+
+    fn wait(&self) {
+        let start = Instant::now();
+        while !self.ask("GET /health", "").starts_with("HTTP/1.1 200") {
+            assert!(start.elapsed() < Duration::from_secs(60));
+            std::thread::sleep(Duration::from_millis(10));
+        }
     }
 
     fn ask(&self, head: &str, body: &str) -> String {
@@ -61,11 +72,7 @@ impl Drop for Program {
 fn it_answers_and_ends_when_told() {
     let mut program = Program::start(&["--log-format", "json", "--alias", "other=model-f32"]);
     assert!(program.address.starts_with("127.0.0.1:"));
-    let start = Instant::now();
-    while !program.ask("GET /health", "").starts_with("HTTP/1.1 200") {
-        assert!(start.elapsed() < Duration::from_secs(60));
-        std::thread::sleep(Duration::from_millis(10));
-    }
+    program.wait();
     let body = r#"{"model": "other", "messages": [{"role": "user", "content": "a secret"}], "max_tokens": 3}"#;
     let reply = program.ask("POST /v1/chat/completions", body);
     assert!(reply.starts_with("HTTP/1.1 200") && reply.contains("\"chat.completion\""), "{reply}");
@@ -78,6 +85,32 @@ fn it_answers_and_ends_when_told() {
     let response = lines.iter().find(|line| line["path"] == "/v1/chat/completions").unwrap();
     assert_eq!((&response["status"], &response["level"]), (&serde_json::json!(200), &serde_json::json!("INFO")));
     assert!(!log.contains("a secret"));
+}
+
+/// A limit on the size of files stands for a disk that is full.
+#[test]
+fn a_prefix_that_does_not_fit_on_the_disk_leaves_no_file() {
+    let dir = Path::new(env!("CARGO_TARGET_TMPDIR")).join("prefixes");
+    // One of an earlier run may be there.
+    let _ = std::fs::remove_dir_all(&dir);
+    let arguments = ["--state-dir", dir.to_str().unwrap(), "--log-level", "off"];
+    let body = format!(r#"{{"prompt": "{}"}}"#, "once upon a time ".repeat(12));
+    let shell = r#"trap '' XFSZ; ulimit -f 16; exec "$0" serve "$@""#;
+    let mut limited = Command::new("sh");
+    let program = Program::of(limited.args(["-c", shell, env!("CARGO_BIN_EXE_puna")]), &arguments);
+    program.wait();
+    let reply = program.ask("PUT /v1/prefixes/a", &body);
+    assert!(reply.starts_with("HTTP/1.1 500") && reply.contains("prefix_not_written"), "{reply}");
+    assert_eq!(std::fs::read_dir(&dir).unwrap().count(), 0);
+    let reply = program.ask("POST /v1/completions", r#"{"prompt": "Once", "max_tokens": 1}"#);
+    assert!(reply.starts_with("HTTP/1.1 200"), "{reply}");
+    drop(program);
+    // The same without the limit.
+    let program = Program::start(&arguments);
+    program.wait();
+    let reply = program.ask("PUT /v1/prefixes/a", &body);
+    assert!(reply.starts_with("HTTP/1.1 200"), "{reply}");
+    assert!(std::fs::metadata(dir.join("a.kv")).unwrap().len() > 20_000);
 }
 
 #[test]
@@ -95,6 +128,7 @@ fn what_cannot_be_served_is_one_line() {
         (vec!["/no/such/model.gguf", "--alias", "a=b"], "\"b\" is no loaded model"),
         (vec!["/no/such/model.gguf", "--api-key-file", "/no/such/keys"], "/no/such/keys"),
         (vec!["/no/such/model.gguf", "--cors", "example"], "no origin"),
+        (vec!["/no/such/model.gguf", "--state-dir", "/dev/null/states"], "/dev/null/states"),
     ] {
         let (code, error) = run(&arguments);
         assert_eq!(code, Some(1), "{error}");

@@ -19,21 +19,27 @@ use tokio::time::{Instant, timeout, timeout_at};
 ///
 /// # Errors
 /// Whatever keeps it from being answered, as long as nothing has been sent.
-pub(crate) async fn answer(app: &App, model: &Model, name: Arc<str>, mut job: Job) -> Result<Response, ApiError> {
+pub(crate) async fn answer(app: &App, model: &Arc<Model>, name: Arc<str>, mut job: Job) -> Result<Response, ApiError> {
     let left = job.requests.iter().map(|request| request.n).sum();
-    let accepted = model.generate(name.clone(), &mut job).await?;
-    let talk = Talk {
-        name,
-        accepted,
-        left,
-        tokens: 0,
-        deadline: Instant::now() + app.limits.request,
-        limit: app.limits.request,
-    };
+    let (start, limit) = (Instant::now(), app.limits.request);
+    let deadline = start + limit;
+    let place = model.place(left)?;
+    job.requests.iter_mut().for_each(|request| request.arrival = Some(start.into_std()));
+    if let Some(prefix) = &job.prefix {
+        let loading = app.load_prefix(model, prefix, &job.requests);
+        timeout_at(deadline, loading).await.map_err(|_| late(limit))??;
+    }
+    let accepted = model.generate(name.clone(), &mut job, place).await?;
+    let talk = Talk { name, accepted, left, tokens: 0, deadline, limit };
     match job.answer {
         Answer::Whole(answer) => whole(talk, answer).await,
         Answer::Stream(answer) => Ok(stream(talk, answer, app.limits.keep_alive)),
     }
+}
+
+fn late(limit: Duration) -> ApiError {
+    let what = format!("the answer took longer than {} s", limit.as_secs_f64());
+    ApiError::new(Kind::Timeout, what).code("request_timeout")
 }
 
 /// What is heard of a request. Dropping it ends the request.
@@ -61,12 +67,7 @@ impl Talk {
     /// The request took too long, or the engine cannot go on.
     async fn next(&mut self) -> Result<Option<(usize, Event)>, ApiError> {
         let said = timeout_at(self.deadline, self.accepted.events.recv()).await;
-        self.take(said.map_err(|_| self.late())?)
-    }
-
-    fn late(&self) -> ApiError {
-        let what = format!("the answer took longer than {} s", self.limit.as_secs_f64());
-        ApiError::new(Kind::Timeout, what).code("request_timeout")
+        self.take(said.map_err(|_| late(self.limit))?)
     }
 
     fn take(&mut self, said: Option<Said>) -> Result<Option<(usize, Event)>, ApiError> {

@@ -6,7 +6,9 @@ use crate::metrics::{HttpMetrics, ModelMetrics, render};
 use crate::models::{Model, Models};
 use crate::openai::{ApiError, Card, Kind, Vectors};
 use crate::options::{Keys, Limits, Options};
+use crate::prefixes::Prefixes;
 use axum::body::Body;
+use puna::Request;
 use serde_json::{Value, json};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -21,6 +23,7 @@ pub(crate) struct App {
     pub vectors: Vectors,
     /// Whether clients may add control vectors.
     pub uploads: bool,
+    prefixes: Option<Arc<Prefixes>>,
     pub metrics: HttpMetrics,
     /// A permit for each KiB of a body that is being read.
     bodies: Arc<Semaphore>,
@@ -39,9 +42,10 @@ impl App {
     /// Starts to load the models.
     ///
     /// # Errors
-    /// As [`Models::start`].
+    /// As [`Prefixes::open`] and [`Models::start`].
     pub fn start(options: &Options, failed: mpsc::Sender<Error>) -> Result<App, Error> {
-        Ok(App::new(options, Models::start(options, failed)?))
+        let prefixes = Prefixes::open(options)?;
+        Ok(App { prefixes, ..App::new(options, Models::start(options, failed)?) })
     }
 
     fn new(options: &Options, models: Models) -> App {
@@ -52,6 +56,7 @@ impl App {
             limits: options.limits,
             vectors: options.vectors.clone(),
             uploads: options.uploads,
+            prefixes: None,
             metrics: HttpMetrics::default(),
             bodies: Arc::new(Semaphore::new(budget)),
             large: Arc::new(Semaphore::new(LARGE_AT_ONCE)),
@@ -96,6 +101,28 @@ impl App {
     pub fn pick(&self, name: Option<&str>) -> Result<(Arc<Model>, Arc<Card>), ApiError> {
         let model = self.models.pick(name)?;
         Ok((model.clone(), model.card()?.clone()))
+    }
+
+    /// What keeps prefixes.
+    ///
+    /// # Errors
+    /// Nothing does.
+    pub fn prefixes(&self) -> Result<&Arc<Prefixes>, ApiError> {
+        self.prefixes.as_ref().ok_or_else(|| ApiError::no_prefixes(Kind::Forbidden))
+    }
+
+    /// Puts the prefix that requests name into the cache of their model, as far as it is of use to them.
+    ///
+    /// # Errors
+    /// There is no such prefix, it is damaged or of another model.
+    pub async fn load_prefix(&self, model: &Arc<Model>, name: &str, requests: &[Request]) -> Result<(), ApiError> {
+        let loaded = self.prefixes()?.load(model, name, requests).await;
+        loaded.map_err(|e| ApiError { param: Some("prefix".into()), ..e })
+    }
+
+    /// Models that can be asked.
+    pub fn cards(&self) -> Vec<Arc<Card>> {
+        self.models.list.iter().filter_map(|model| model.card().ok().cloned()).collect()
     }
 
     /// Whether requests can be answered: `ok`, or why not.

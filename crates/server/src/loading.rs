@@ -44,7 +44,7 @@ impl Loading {
         let (limit, kv) = (engine.status().kv_limit, wishes.kv);
         let block = engine.model_mut().kv_cache(kv).block_bytes();
         model.metrics.blocks.set((limit / block.max(1)) as f64);
-        let card = card(model, &mut engine, options);
+        let card = card(model, &mut engine, options)?;
         let (ctx, seconds) = (card.ctx, start.elapsed().as_secs_f64());
         tracing::info!(model = model.id, path = %path.display(), ctx, kv_bytes = limit, seconds, "loaded");
         model.set_card(card);
@@ -73,13 +73,14 @@ fn weights(id: &str, path: &Path, wishes: &EngineOptions) -> Result<(Loaded, Eng
 }
 
 /// What requests need to know of the model.
-fn card(model: &Model, engine: &mut Engine, options: &Options) -> Card {
+fn card(model: &Model, engine: &mut Engine, options: &Options) -> Result<Card, puna::Error> {
     let vectors = options.vectors.clone();
     let unfit = vectors.each(|name, vector| vector.check(engine.config()).err().map(|e| (name.to_owned(), e)));
     unfit.iter().for_each(|(name, e)| tracing::warn!(model = model.id, vector = name, "{e}"));
     let bandwidth = if options.profile { engine.model_mut().read_bandwidth() } else { None };
     let card = Card::new(&model.id, engine, &options.engine);
-    let mut card = Card { max_tokens: options.limits.max_tokens, vectors, bandwidth, ..card };
+    let prefixes = options.state_dir.as_ref().map(|_| engine.state_key()).transpose()?;
+    let mut card = Card { max_tokens: options.limits.max_tokens, vectors, prefixes, bandwidth, ..card };
     if let Some(template) = &options.template {
         card.chat = card.chat.with_template(template.clone());
     }
@@ -87,5 +88,5 @@ fn card(model: &Model, engine: &mut Engine, options: &Options) -> Card {
         // While requests are answered, the cores are theirs.
         card.chat.prepare();
     }
-    card
+    Ok(card)
 }

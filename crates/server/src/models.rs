@@ -3,17 +3,18 @@
 use crate::error::Error;
 use crate::loading::Loading;
 use crate::metrics::ModelMetrics;
+use crate::openai::prefixes::Beginning;
 use crate::openai::{ApiError, Card, Job, Kind};
 use crate::options::Options;
 use crate::room::{Full, Place, Room};
-use crate::worker::{Command, Said, Worker};
-use puna::EmbedOptions;
+use crate::transfers::Transfer;
+use crate::worker::{Command, Keep, Said, Worker};
+use puna::{EmbedOptions, Prompt, State};
 use std::collections::HashMap;
 use std::path::{Path, PathBuf};
 use std::sync::mpsc::{Receiver, Sender, channel};
 use std::sync::{Arc, OnceLock};
 use std::thread::JoinHandle;
-use std::time::Instant;
 use tokio::sync::{mpsc, oneshot};
 
 /// A model that is served, or will be when it is loaded.
@@ -76,7 +77,7 @@ impl Model {
     ///
     /// # Errors
     /// If there is none, or can be none.
-    fn place(&self, n: usize) -> Result<Place, ApiError> {
+    pub fn place(&self, n: usize) -> Result<Place, ApiError> {
         self.room.take(n).map_err(|full| match full {
             Full::Never { most } => {
                 let what = format!("the request asks for {n} answers at once; the server takes at most {most}");
@@ -99,16 +100,14 @@ impl Model {
         move |_| ApiError::new(Kind::Unavailable, what.clone())
     }
 
-    /// Begins to answer.
+    /// Begins to answer, with a place for all answers.
     ///
     /// # Errors
-    /// Too many wait, or the engine refuses it.
-    pub async fn generate(&self, name: Arc<str>, job: &mut Job) -> Result<Accepted, ApiError> {
-        let place = self.place(job.requests.iter().map(|request| request.n).sum())?;
+    /// The engine refuses it.
+    pub async fn generate(&self, name: Arc<str>, job: &mut Job, place: Place) -> Result<Accepted, ApiError> {
         let (accepted, answer) = oneshot::channel();
         let (sender, events) = mpsc::unbounded_channel();
-        let mut requests = std::mem::take(&mut job.requests);
-        requests.iter_mut().for_each(|request| request.arrival = Some(Instant::now()));
+        let requests = std::mem::take(&mut job.requests);
         self.send(Command::Generate { name, requests, accepted, events: sender })?;
         let answer = answer.await.map_err(self.has_gone())?;
         answer.map_err(|e| ApiError::of_engine("", &e))?;
@@ -125,6 +124,36 @@ impl Model {
         self.send(Command::Embed { texts, options, reply })?;
         let answer = answer.await.map_err(self.has_gone())?;
         answer.map_err(|e| ApiError::of_engine("input", &e))
+    }
+
+    /// Computes the beginning of prompts, whose file may have at most so many bytes; the transfer that saves it.
+    ///
+    /// # Errors
+    /// Too many wait, the engine refuses it, or the file would be too large.
+    pub async fn keep(&self, name: Arc<str>, beginning: Beginning, most_bytes: u64) -> Result<Transfer, ApiError> {
+        let _place = self.place(1)?;
+        let (reply, answer) = oneshot::channel();
+        let transfer = self.transfer();
+        let keep = Keep { name, beginning, most_bytes, transfer: transfer.id(), reply };
+        self.send(Command::Keep(Box::new(keep)))?;
+        answer.await.map_err(self.has_gone())??;
+        Ok(transfer)
+    }
+
+    /// Whether requests of one of these prompts could take more from the cache if the state were there.
+    ///
+    /// # Errors
+    /// What is wrong with a prompt.
+    pub async fn lacks(&self, prompts: Vec<Prompt>, state: Arc<State>) -> Result<bool, ApiError> {
+        let (reply, answer) = oneshot::channel();
+        self.send(Command::Lacks { prompts, state, reply })?;
+        let answer = answer.await.map_err(self.has_gone())?;
+        answer.map_err(|e| ApiError::of_engine("", &e))
+    }
+
+    /// A way for a state, which has not begun.
+    pub fn transfer(&self) -> Transfer {
+        Transfer::new(self.commands.clone())
     }
 
     /// What it works on.

@@ -33,6 +33,8 @@ pub struct Options {
     pub vectors: Vectors,
     /// Whether clients may add control vectors.
     pub uploads: bool,
+    /// Where prefixes are kept that clients name; `None`: nowhere.
+    pub state_dir: Option<PathBuf>,
     /// Whether what memory gives at best is measured when a model is loaded, so that timings tell their part of it.
     pub profile: bool,
     /// Limits.
@@ -54,6 +56,7 @@ impl Options {
             allowed_hosts: Vec::new(),
             vectors: Vectors::default(),
             uploads: false,
+            state_dir: None,
             profile: false,
             limits: Limits::default(),
         }
@@ -71,6 +74,10 @@ pub struct Limits {
     pub connections: usize,
     /// Most bytes of a request's body. Bodies that are being read take four times that together.
     pub body: usize,
+    /// Most prefixes that are kept.
+    pub prefixes: usize,
+    /// Most bytes of their files together.
+    pub prefix_bytes: u64,
     /// Longest time from a request to the end of its answer.
     pub request: Duration,
     /// How long a connection may be silent while something is expected of the client: a request, the rest of one, or
@@ -89,6 +96,8 @@ impl Default for Limits {
             queue: 256,
             connections: 1024,
             body: 16 << 20,
+            prefixes: 256,
+            prefix_bytes: 4 << 30,
             request: Duration::from_secs(3600),
             idle: Duration::from_secs(60),
             keep_alive: Duration::from_secs(10),

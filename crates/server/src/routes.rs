@@ -6,6 +6,7 @@ use crate::http::{self, Guarded, RequestName, blocking, json};
 use crate::openai::chat::ChatRequest;
 use crate::openai::completions::CompletionRequest;
 use crate::openai::embeddings::EmbeddingRequest;
+use crate::openai::prefixes::PrefixRequest;
 use crate::openai::tokens::{self, DetokenizeRequest, TemplateRequest, TokenizeRequest};
 use crate::openai::{ApiError, Card, Kind};
 use axum::Router;
@@ -30,6 +31,8 @@ pub(crate) fn routes() -> Vec<(&'static str, MethodRouter<Arc<App>>)> {
         ("/v1/models/{id}", get(model)),
         ("/v1/control-vectors", get(vectors)),
         ("/v1/control-vectors/{name}", post(upload).delete(remove)),
+        ("/v1/prefixes", get(prefixes)),
+        ("/v1/prefixes/{name}", get(prefix).put(keep_prefix).delete(remove_prefix)),
         ("/tokenize", post(tokenize)),
         ("/detokenize", post(detokenize)),
         ("/tokenizer_info", get(tokenizer_info)),
@@ -104,8 +107,7 @@ async fn embeddings(State(app): Shared, body: Body) -> Answer {
 }
 
 async fn models(State(app): Shared) -> Answer {
-    let cards = app.models.list.iter().filter_map(|model| model.card().ok());
-    let data: Vec<Value> = cards.map(|card| card.listed()).collect();
+    let data: Vec<Value> = app.cards().iter().map(|card| card.listed()).collect();
     Ok(json(StatusCode::OK, &object!({ "object": "list", "data": data })))
 }
 
@@ -135,6 +137,37 @@ async fn remove(State(app): Shared, Path(name): Path<String>) -> Answer {
     allow_uploads(&app)?;
     app.vectors.remove(&name)?;
     Ok(json(StatusCode::OK, &object!({ "id": name, "object": "control_vector", "deleted": true })))
+}
+
+async fn prefixes(State(app): Shared) -> Answer {
+    let data = app.prefixes()?.list(app.cards()).await?;
+    Ok(json(StatusCode::OK, &object!({ "object": "list", "data": data })))
+}
+
+async fn prefix(State(app): Shared, Path(name): Path<String>) -> Answer {
+    Ok(json(StatusCode::OK, &app.prefixes()?.find(&name, app.cards()).await?))
+}
+
+async fn keep_prefix(State(app): Shared, Path(id): Path<String>, extensions: Extensions, body: Body) -> Answer {
+    let prefixes = app.prefixes()?;
+    prefixes.file(&id)?;
+    let body = app.read(body).await?;
+    let shared = app.clone();
+    let (model, beginning) = blocking(move || {
+        let request = PrefixRequest::read(&body.json()?)?;
+        let (model, card) = shared.pick(request.model.as_deref())?;
+        Ok((model, request.beginning(&card)?))
+    })
+    .await?;
+    let keeping = prefixes.keep(&model, name(&extensions), &id, beginning);
+    let late = |_| ApiError::new(Kind::Timeout, "the prefix took too long").code("request_timeout");
+    tokio::time::timeout(app.limits.request, keeping).await.map_err(late)??;
+    Ok(json(StatusCode::OK, &prefixes.find(&id, app.cards()).await?))
+}
+
+async fn remove_prefix(State(app): Shared, Path(name): Path<String>) -> Answer {
+    app.prefixes()?.remove(&name).await?;
+    Ok(json(StatusCode::OK, &object!({ "id": name, "object": "prefix", "deleted": true })))
 }
 
 /// A request that needs no engine.

@@ -183,7 +183,7 @@ fn cors(origins: &[String]) -> Result<Option<CorsLayer>, Error> {
     Ok(Some(
         CorsLayer::new()
             .allow_origin(allowed)
-            .allow_methods([Method::GET, Method::POST, Method::DELETE])
+            .allow_methods([Method::GET, Method::POST, Method::PUT, Method::DELETE])
             .allow_headers(headers)
             .expose_headers([HeaderName::from_static("x-request-id")]),
     ))

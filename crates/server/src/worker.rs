@@ -4,8 +4,10 @@
 //! nothing to compute the thread sleeps until a command comes.
 
 use crate::metrics::{Counter, ModelMetrics};
-use crate::openai::{ApiError, Kind};
-use puna::{EmbedOptions, Embedding, Engine, Error, Event, Finish, FinishReason, Request, RequestId};
+use crate::openai::prefixes::Beginning;
+use crate::openai::{ApiError, Kind, finish_reason};
+use crate::transfers::{Move, Transfers, Trouble};
+use puna::{EmbedOptions, Embedding, Engine, Error, Event, Finish, FinishReason, Prompt, Request, RequestId, State};
 use std::borrow::Cow;
 use std::collections::{HashMap, VecDeque};
 use std::sync::Arc;
@@ -29,10 +31,29 @@ pub(crate) enum Command {
     },
     /// Embed texts.
     Embed { texts: Vec<Vec<u32>>, options: EmbedOptions, reply: oneshot::Sender<Result<Vec<Vec<f32>>, Error>> },
+    /// Compute the beginning of prompts, and begin to save it.
+    Keep(Box<Keep>),
+    /// Tell whether requests of one of these prompts could take more from the cache if the state were there.
+    Lacks { prompts: Vec<Prompt>, state: Arc<State>, reply: oneshot::Sender<Result<bool, Error>> },
+    /// Move a state, by its number.
+    Move(u64, Move),
     /// Tell what is being worked on.
     Slots(oneshot::Sender<Vec<Slot>>),
     /// End all requests.
     End,
+}
+
+/// A beginning of prompts that is to be saved.
+pub(crate) struct Keep {
+    /// Of the HTTP request.
+    pub name: Arc<str>,
+    pub beginning: Beginning,
+    /// Most bytes of its file.
+    pub most_bytes: u64,
+    /// Number of the transfer that begins when it is computed.
+    pub transfer: u64,
+    /// Told then.
+    pub reply: oneshot::Sender<Result<(), ApiError>>,
 }
 
 /// A request that is worked on or waits.
@@ -54,7 +75,7 @@ pub(crate) struct Slot {
 struct Active {
     name: Arc<str>,
     index: usize,
-    events: UnboundedSender<Said>,
+    listener: Listener,
     arrival: Instant,
     prompt_tokens: usize,
     answers: usize,
@@ -64,6 +85,31 @@ struct Active {
     first_token: Option<Instant>,
     /// Of each answer.
     last_token: Vec<Option<Instant>>,
+}
+
+/// Who hears of a request.
+enum Listener {
+    Events(UnboundedSender<Said>),
+    /// Nobody before it is computed.
+    Keep(Box<ToKeep>),
+}
+
+/// What is saved when it is computed.
+struct ToKeep {
+    prompt: Prompt,
+    note: String,
+    transfer: u64,
+    reply: oneshot::Sender<Result<(), ApiError>>,
+}
+
+impl Listener {
+    /// Whether nobody does any more.
+    fn is_gone(&self) -> bool {
+        match self {
+            Listener::Events(events) => events.is_closed(),
+            Listener::Keep(keep) => keep.reply.is_closed(),
+        }
+    }
 }
 
 /// Texts that are being embedded.
@@ -79,12 +125,14 @@ pub(crate) struct Worker {
     active: HashMap<RequestId, Active>,
     /// In their order: one after the other.
     jobs: VecDeque<Job>,
+    transfers: Transfers,
     metrics: Arc<ModelMetrics>,
 }
 
 impl Worker {
     pub fn new(engine: Engine, commands: Receiver<Command>, metrics: Arc<ModelMetrics>) -> Worker {
-        Worker { engine, commands, active: HashMap::new(), jobs: VecDeque::new(), metrics }
+        let (active, jobs, transfers) = (HashMap::new(), VecDeque::new(), Transfers::default());
+        Worker { engine, commands, active, jobs, transfers, metrics }
     }
 
     /// Works until nobody can ask any more.
@@ -95,6 +143,7 @@ impl Worker {
             if !self.engine.is_idle() {
                 self.step();
             }
+            self.transfers.serve(&mut self.engine, &self.metrics);
             self.embed();
             self.publish();
         }
@@ -102,7 +151,7 @@ impl Worker {
 
     /// Takes all commands that are there; waits for one if there is nothing else to do. False at the end.
     fn take_commands(&mut self) -> bool {
-        if self.engine.is_idle() && self.jobs.is_empty() {
+        if self.engine.is_idle() && self.jobs.is_empty() && !self.transfers.are_asked() {
             match self.commands.recv() {
                 Ok(command) => self.take(command),
                 Err(_) => return false,
@@ -131,12 +180,20 @@ impl Worker {
                     Err(e) => drop(reply.send(Err(e))),
                 }
             }
+            Command::Keep(keep) => self.keep(*keep),
+            Command::Lacks { prompts, state, reply } => {
+                let mut lacks = prompts.iter().map(|prompt| self.engine.lacks(prompt, &state));
+                let any = lacks.try_fold(false, |any, lacks| lacks.map(|lacks| any | lacks));
+                drop(reply.send(any));
+            }
+            Command::Move(id, what) => self.transfers.take(&mut self.engine, id, what),
             Command::Slots(reply) => drop(reply.send(self.slots())),
             Command::End => {
                 for id in self.active.keys().copied().collect::<Vec<_>>() {
                     self.cancel(id);
                 }
                 self.jobs.clear();
+                self.transfers.end_all(&mut self.engine);
             }
         }
     }
@@ -150,29 +207,82 @@ impl Worker {
     ) -> Result<(), Error> {
         let mut taken = Vec::new();
         for (index, request) in requests.into_iter().enumerate() {
-            let (prompt_tokens, answers) = (request.prompt.len(), request.n);
-            self.metrics.prompt_len.observe(prompt_tokens as f64);
-            self.metrics.answers.observe(answers as f64);
-            if let Some(most) = request.max_tokens {
-                self.metrics.max_tokens.observe(most as f64);
+            let listener = Listener::Events(events.clone());
+            match self.add((name.clone(), index), request, listener) {
+                Ok(id) => taken.push(id),
+                Err((e, _)) => {
+                    taken.iter().for_each(|&id| self.forget(id));
+                    return Err(e);
+                }
             }
-            let id = self.engine.add(request).inspect_err(|_| taken.iter().for_each(|&id| self.forget(id)))?;
-            taken.push(id);
-            let active = Active {
-                name: name.clone(),
-                index,
-                events: events.clone(),
-                arrival: Instant::now(),
-                prompt_tokens,
-                answers,
-                left: answers,
-                generated: 0,
-                first_token: None,
-                last_token: vec![None; answers],
-            };
-            self.active.insert(id, active);
         }
         Ok(())
+    }
+
+    /// Takes a request, or gives back who would have heard of it.
+    fn add(
+        &mut self,
+        (name, index): (Arc<str>, usize),
+        request: Request,
+        listener: Listener,
+    ) -> Result<RequestId, (Error, Listener)> {
+        let (prompt_tokens, answers) = (request.prompt.len(), request.n);
+        self.metrics.prompt_len.observe(prompt_tokens as f64);
+        self.metrics.answers.observe(answers as f64);
+        if let Some(most) = request.max_tokens {
+            self.metrics.max_tokens.observe(most as f64);
+        }
+        let id = match self.engine.add(request) {
+            Ok(id) => id,
+            Err(e) => return Err((e, listener)),
+        };
+        let active = Active {
+            name,
+            index,
+            listener,
+            arrival: Instant::now(),
+            prompt_tokens,
+            answers,
+            left: answers,
+            generated: 0,
+            first_token: None,
+            last_token: vec![None; answers],
+        };
+        self.active.insert(id, active);
+        Ok(id)
+    }
+
+    /// Takes the beginning of prompts, if its file is not too large.
+    fn keep(&mut self, keep: Keep) {
+        let Keep { name, beginning: Beginning { request, note }, most_bytes, transfer, reply } = keep;
+        match self.engine.state_bytes(&request.prompt, &note) {
+            Ok(bytes) if bytes > most_bytes => drop(reply.send(Err(ApiError::prefixes_full(bytes, most_bytes)))),
+            Ok(_) => {
+                let to_keep = Box::new(ToKeep { prompt: request.prompt.clone(), note, transfer, reply });
+                if let Err((e, Listener::Keep(keep))) = self.add((name, 0), request, Listener::Keep(to_keep)) {
+                    drop(keep.reply.send(Err(ApiError::of_engine("", &e))));
+                }
+            }
+            Err(e) => drop(reply.send(Err(ApiError::of_engine("", &e)))),
+        }
+    }
+
+    /// It is computed, or not: its blocks are held before anybody else can take them.
+    fn has_computed(&mut self, keep: ToKeep, reason: &FinishReason) {
+        let ToKeep { prompt, note, transfer, reply } = keep;
+        let whole = prompt.len();
+        let begun = finish_reason(reason, "").and_then(|_| {
+            let saving = self.engine.begin_save(&prompt, &note).map_err(|e| ApiError::of_engine("", &e))?;
+            if saving.positions() < whole {
+                self.engine.end_save(saving);
+                return Err(Trouble::from(puna_model::Error::BlocksTaken).into());
+            }
+            self.transfers.begin(transfer, saving);
+            Ok(())
+        });
+        if reply.send(begun).is_err() {
+            self.transfers.take(&mut self.engine, transfer, Move::End);
+        }
     }
 
     fn forget(&mut self, id: RequestId) {
@@ -190,7 +300,7 @@ impl Worker {
 
     /// Ends what nobody waits for any more.
     fn drop_gone(&mut self) {
-        let gone = self.active.iter().filter(|(_, active)| active.events.is_closed());
+        let gone = self.active.iter().filter(|(_, active)| active.listener.is_gone());
         for id in gone.map(|(id, _)| *id).collect::<Vec<_>>() {
             self.cancel(id);
         }
@@ -214,7 +324,10 @@ impl Worker {
             self.engine.cancel(id);
             if let Some(active) = self.active.remove(&id) {
                 self.metrics.ended[3].add(active.left);
-                let _ = active.events.send((active.index, Err(e.clone())));
+                match active.listener {
+                    Listener::Events(events) => drop(events.send((active.index, Err(e.clone())))),
+                    Listener::Keep(keep) => drop(keep.reply.send(Err(ApiError::of_engine("", e)))),
+                }
             }
         }
     }
@@ -232,7 +345,9 @@ impl Worker {
                 self.metrics.inter_token.time(now - last);
             }
         }
-        let _ = active.events.send((active.index, Ok(event.clone())));
+        if let Listener::Events(events) = &active.listener {
+            let _ = events.send((active.index, Ok(event.clone())));
+        }
         if let Some(finish) = &event.finish {
             self.metrics.whole.time(now - active.arrival);
             active.left -= 1;
@@ -244,8 +359,8 @@ impl Worker {
             {
                 tracing::error!(request = &*active.name, error = %e, "an answer failed");
             }
-            if has_ended {
-                self.active.remove(&event.id);
+            if has_ended && let Some(Active { listener: Listener::Keep(keep), .. }) = self.active.remove(&event.id) {
+                self.has_computed(*keep, &finish.reason);
             }
         }
     }

@@ -11,6 +11,8 @@ use std::time::Duration;
 pub struct Job {
     /// What is asked of the engine; a request for completions can have several prompts.
     pub requests: Vec<Request>,
+    /// The name of a prefix that is to be in the cache before they begin.
+    pub prefix: Option<String>,
     /// What the client gets.
     pub answer: Answer,
 }

@@ -252,7 +252,7 @@ impl ChatRequest {
         request.steering = self.generation.inside.steering.steering(card)?;
         let account = self.generation.inside.account(card, grammar);
         let answer = chat_answer::new(card, self, &request, &replies, (ids, account));
-        Ok(Job { requests: vec![request], answer })
+        Ok(Job { requests: vec![request], prefix: self.generation.prefix.clone(), answer })
     }
 }
 

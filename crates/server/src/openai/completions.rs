@@ -164,7 +164,7 @@ impl CompletionRequest {
                 Answer::Stream(Box::new(Chunks { shared, choices, n: self.generation.n, options, left }))
             }
         };
-        Ok(Job { requests, answer })
+        Ok(Job { requests, prefix: self.generation.prefix.clone(), answer })
     }
 
     fn request(&self, card: &Card, param: &str, ids: Vec<u32>) -> Result<Request, ApiError> {

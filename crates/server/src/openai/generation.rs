@@ -29,6 +29,8 @@ pub struct Generation {
     pub constraint: Option<Constraint>,
     /// What it changes and sees inside the model.
     pub inside: Inside,
+    /// The prefix that it says to begin with.
+    pub prefix: Option<String>,
     /// `Some` if the answer is to come in pieces.
     pub stream: Option<StreamOptions>,
 }
@@ -78,6 +80,7 @@ impl Generation {
             prompt_logprobs: prompt_logprobs.map(|n| n as usize),
             constraint: Constraint::read(fields)?,
             inside: Inside::read(fields)?,
+            prefix: fields.string("prefix")?.map(str::to_owned),
             stream: stream.then(|| options.unwrap_or_default()),
         })
     }
@@ -87,6 +90,7 @@ impl Generation {
     /// # Errors
     /// What the model has to refuse.
     pub fn request(&self, card: &Card, param: &str, prompt: Vec<u32>) -> Result<Request, ApiError> {
+        card.check_prefix(self.prefix.as_deref())?;
         card.check_prompt(param, &prompt)?;
         let bad = self.stop_token_ids.iter().find(|&&id| id as usize >= card.vocab_size);
         if let Some(&id) = bad {

@@ -18,12 +18,13 @@ pub mod inside;
 mod logprobs;
 mod messages;
 mod model;
+pub mod prefixes;
 mod reply;
 pub mod tokens;
 mod tool_text;
 
-pub(crate) use answer::unique;
 pub use answer::{Answer, Assemble, Job, Stream, Usage};
+pub(crate) use answer::{finish_reason, unique};
 pub use constraint::Constraint;
 pub use error::{ApiError, Kind};
 pub use fields::Fields;

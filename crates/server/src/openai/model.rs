@@ -1,8 +1,8 @@
 //! What requests need to know of a model.
 
-use crate::openai::{ApiError, Vectors};
+use crate::openai::{ApiError, Kind, Vectors};
 use puna::sampler::PartialSampling;
-use puna::{Chat, Engine, EngineOptions};
+use puna::{Chat, Engine, EngineOptions, StateKey};
 use puna_model::Config;
 use puna_text::EncodeOptions;
 use serde_json::{Value, json};
@@ -35,6 +35,8 @@ pub struct Card {
     pub max_tokens: Option<usize>,
     /// Control vectors that requests may name.
     pub vectors: Vectors,
+    /// What prefixes are known by that are kept for it, where any are.
+    pub prefixes: Option<StateKey>,
     /// Bytes a second that memory gives at best, where it was measured.
     pub bandwidth: Option<f64>,
     /// What answers depend on beside requests: the version of the program, the model, how it is kept.
@@ -62,6 +64,7 @@ impl Card {
             sampling: engine.sampling_defaults().clone(),
             max_tokens: None,
             vectors: Vectors::default(),
+            prefixes: None,
             bandwidth: None,
             fingerprint: format!("puna-{}-{}", env!("CARGO_PKG_VERSION"), &hash[..12]),
         }
@@ -96,6 +99,15 @@ impl Card {
         let what = format!("{} has no output projection: it makes embeddings only, see /v1/embeddings", self.id);
         let error = || ApiError::invalid("model", what).code("embeddings_only");
         if self.has_head { Ok(()) } else { Err(error()) }
+    }
+
+    /// Refuses requests that begin with a prefix where none are kept.
+    ///
+    /// # Errors
+    /// If this is one.
+    pub(crate) fn check_prefix(&self, name: Option<&str>) -> Result<(), ApiError> {
+        let error = || ApiError { param: Some("prefix".into()), ..ApiError::no_prefixes(Kind::Invalid) };
+        if name.is_none() || self.prefixes.is_some() { Ok(()) } else { Err(error()) }
     }
 
     /// Refuses a prompt that leaves no room for an answer, before it waits for its turn.

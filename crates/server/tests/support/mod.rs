@@ -93,6 +93,14 @@ impl Running {
         send(self.address, "POST", path, &[("content-type", "application/json")], body)
     }
 
+    pub fn put(&self, path: &str, body: &Value) -> Reply {
+        send(self.address, "PUT", path, &[("content-type", "application/json")], body.to_string().as_bytes())
+    }
+
+    pub fn delete(&self, path: &str) -> Reply {
+        send(self.address, "DELETE", path, &[], b"")
+    }
+
     /// A chat that must succeed.
     pub fn chat(&self, fields: Value) -> Value {
         let reply = self.post("/v1/chat/completions", &chat(fields));
@@ -213,7 +221,7 @@ pub fn begin(
     if !headers.iter().any(|(name, _)| *name == "host") {
         head += "host: localhost\r\n";
     }
-    if method == "POST" {
+    if matches!(method, "POST" | "PUT") {
         head += &format!("content-length: {}\r\n", body.len());
     }
     headers.iter().for_each(|(name, value)| head += &format!("{name}: {value}\r\n"));
