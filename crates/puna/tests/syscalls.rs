@@ -17,7 +17,7 @@ use nix::errno::Errno;
 use nix::libc::{SYS_brk, SYS_futex, SYS_getppid, SYS_mprotect, SYS_sched_yield, c_long};
 use nix::sys::ptrace::{self, Options};
 use nix::sys::wait::{WaitPidFlag, WaitStatus, waitpid};
-use nix::unistd::Pid;
+use nix::unistd::{Pid, gettid};
 use puna::{Engine, EngineOptions, KvType, ModelFiles};
 use puna_model::{Batch, Model, Outputs};
 use std::collections::BTreeMap;
@@ -94,6 +94,7 @@ fn by_the_model(name: &str, threads: usize, count: &mut usize) {
     let options = support::options(threads, 512).load;
     let mut model = Model::load(files.checkpoint(), &options, &mut |_, _| {}).unwrap();
     let mut kv = model.kv_cache(KvType::F16);
+    all_others_sleep();
     let mut batch = Batch::default();
     for sequence in 0..=SEQUENCES {
         let seq = kv.add();
@@ -112,6 +113,7 @@ fn by_the_engine(name: &str, threads: usize, count: &mut usize) {
     // Room for one sequence: when it is full, blocks go round.
     let options = EngineOptions { ctx: Some(256), kv_bytes: Some(1 << 17), ..support::options(threads, 512) };
     let mut engine = Engine::load(support::model(name), &options, &mut |_, _| {}).unwrap();
+    all_others_sleep();
     for sequence in 0..=SEQUENCES {
         engine.add(support::request(support::prompt(1, sequence as u32), &support::greedy(), LEN + 1)).unwrap();
         // The prompt, and the answer's first token.
@@ -122,6 +124,20 @@ fn by_the_engine(name: &str, threads: usize, count: &mut usize) {
         }
         STEP.store(0, Ordering::SeqCst);
         assert!(engine.is_idle());
+    }
+}
+
+/// Waits until every other thread does: one that has only just been made still has calls of its own to make.
+fn all_others_sleep() {
+    let sleeps = |task: std::io::Result<std::fs::DirEntry>| {
+        let task = task.unwrap();
+        let is_this = task.file_name() == gettid().to_string().as_str();
+        // One that has ended meanwhile has no file.
+        let stat = std::fs::read_to_string(task.path().join("stat")).unwrap_or_default();
+        is_this || stat.rsplit_once(") ").is_none_or(|(_, rest)| rest.starts_with('S'))
+    };
+    while !std::fs::read_dir("/proc/self/task").unwrap().all(sleeps) {
+        std::thread::yield_now();
     }
 }
 
