@@ -1,9 +1,11 @@
 //! `puna bench`: speed of prompts, generation and batches, as JSON lines that other engines' benchmarks can be laid
 //! beside.
 
+mod draft;
+
 use crate::error::Error;
 use crate::inside::{print_timings, write_trace};
-use crate::options::{LoadArgs, print_notices};
+use crate::options::{DraftArgs, LoadArgs, print_notices};
 use clap::Args;
 use puna_kernels::Isa;
 use puna_model::{Batch, KvCache, Model, Outputs, SeqId, Source, Stopwatch, Timings, Trace};
@@ -18,7 +20,7 @@ pub struct BenchArgs {
     /// GGUF file, or folder with config.json and safetensors
     model: PathBuf,
     /// Prompt lengths
-    #[arg(short = 'p', long, value_delimiter = ',', default_value = "512")]
+    #[arg(short = 'p', long, value_delimiter = ',', default_value = "512", conflicts_with = "draft")]
     prompt: Vec<usize>,
     /// Tokens to generate
     #[arg(short = 'n', long, default_value_t = 64)]
@@ -27,7 +29,7 @@ pub struct BenchArgs {
     #[arg(short = 'b', long, value_delimiter = ',', default_value = "1")]
     batch: Vec<usize>,
     /// Positions in the cache before generation is timed
-    #[arg(short = 'd', long, value_delimiter = ',', default_value = "0")]
+    #[arg(short = 'd', long, value_delimiter = ',', default_value = "0", conflicts_with = "draft")]
     depth: Vec<usize>,
     /// Times each test is repeated
     #[arg(short = 'r', long, default_value_t = 3)]
@@ -38,6 +40,11 @@ pub struct BenchArgs {
     /// Write what happened when, for chrome://tracing and Perfetto
     #[arg(long, value_name = "FILE")]
     trace: Option<PathBuf>,
+    /// With --draft: a text to answer [default: a piece of code that is to be repeated with a name changed]
+    #[arg(short = 'f', long, value_name = "FILE", requires = "draft")]
+    file: Option<PathBuf>,
+    #[command(flatten)]
+    draft: DraftArgs,
     #[command(flatten)]
     load: LoadArgs,
 }
@@ -47,6 +54,9 @@ const CHUNK: usize = 512;
 
 /// Runs the command.
 pub fn run(args: &BenchArgs) -> Result<(), Error> {
+    if let Some(wish) = args.draft.engine() {
+        return draft::run(args, wish);
+    }
     let options = args.load.load();
     let start = Instant::now();
     let source = Source::open(&args.model)?;
@@ -58,7 +68,7 @@ pub fn run(args: &BenchArgs) -> Result<(), Error> {
     let (batch, timings) = (Batch::default(), Timings::default());
     let mut bench =
         Bench { model, args, isa: options.isa, random: 1, batch, watch, timings, bandwidth: None, peak_mb: None };
-    bench.print("load", json!({ "seconds": round(seconds, 3) }))?;
+    bench.print("load", fields(json!({ "seconds": round(seconds, 3) })))?;
     for &n in &args.prompt {
         bench.prompt(n)?;
     }
@@ -202,23 +212,12 @@ impl Bench<'_> {
     }
 
     fn row(&mut self, test: &str, seconds: &[f64], tokens: usize, more: Map<String, Value>) -> Result<(), Error> {
-        let mut rates: Vec<f64> = seconds.iter().map(|s| tokens as f64 / s).collect();
-        rates.sort_by(f64::total_cmp);
-        let Some((min, max)) = rates.first().zip(rates.last()) else { return Ok(()) };
-        let mid = rates.len() / 2;
-        let median = if rates.len() % 2 == 1 { rates[mid] } else { (rates[mid - 1] + rates[mid]) / 2.0 };
-        let mut fields = json!({
-            "avg_ts": round(rates.iter().sum::<f64>() / rates.len() as f64, 2),
-            "median_ts": round(median, 2),
-            "min_ts": round(*min, 2),
-            "max_ts": round(*max, 2),
-            "threads": self.model.threads(),
-            "isa": self.isa.name(),
-            "kv": self.args.load.kv.for_heads_of(self.model.config().head_dim).name(),
-        });
-        if let Value::Object(fields) = &mut fields {
-            fields.extend(more);
+        if seconds.is_empty() {
+            return Ok(());
         }
+        let mut fields = speeds(seconds.iter().map(|s| tokens as f64 / s).collect());
+        fields.extend(self.machine());
+        fields.extend(more);
         self.print(test, fields)?;
         let timings = std::mem::take(&mut self.timings);
         if self.args.profile {
@@ -228,17 +227,53 @@ impl Bench<'_> {
         Ok(())
     }
 
-    fn print(&self, test: &str, fields: Value) -> Result<(), Error> {
-        let mut line = json!({ "engine": "puna", "test": test });
-        if let (Value::Object(line), Value::Object(fields)) = (&mut line, fields) {
-            line.extend(fields);
-            if let Some(mb) = self.peak_mb.max(peak_memory_mb()) {
-                line.insert("peak_mb".into(), json!(mb));
-            }
-        }
-        writeln!(std::io::stdout(), "{line}")?;
-        Ok(())
+    fn machine(&self) -> Map<String, Value> {
+        fields(json!({
+            "threads": self.model.threads(),
+            "isa": self.isa.name(),
+            "kv": self.args.load.kv.for_heads_of(self.model.config().head_dim).name(),
+        }))
     }
+
+    fn print(&self, test: &str, fields: Map<String, Value>) -> Result<(), Error> {
+        print(test, fields, self.peak_mb)
+    }
+}
+
+/// An object's fields.
+fn fields(value: Value) -> Map<String, Value> {
+    match value {
+        Value::Object(fields) => fields,
+        _ => Map::new(),
+    }
+}
+
+/// Tokens a second of rounds, of which there is one at least.
+fn speeds(mut rates: Vec<f64>) -> Map<String, Value> {
+    rates.sort_by(f64::total_cmp);
+    fields(json!({
+        "avg_ts": round(rates.iter().sum::<f64>() / rates.len() as f64, 2),
+        "median_ts": round(median(&rates), 2),
+        "min_ts": round(rates[0], 2),
+        "max_ts": round(rates[rates.len() - 1], 2),
+    }))
+}
+
+/// Of sorted numbers, one at least.
+fn median(sorted: &[f64]) -> f64 {
+    let mid = sorted.len() / 2;
+    if sorted.len() % 2 == 1 { sorted[mid] } else { (sorted[mid - 1] + sorted[mid]) / 2.0 }
+}
+
+/// A line. `peak_mb`: memory that was held at some time.
+fn print(test: &str, more: Map<String, Value>, peak_mb: Option<u64>) -> Result<(), Error> {
+    let mut line = fields(json!({ "engine": "puna", "test": test }));
+    line.extend(more);
+    if let Some(mb) = peak_mb.max(peak_memory_mb()) {
+        line.insert("peak_mb".into(), json!(mb));
+    }
+    writeln!(std::io::stdout(), "{}", Value::Object(line))?;
+    Ok(())
 }
 
 /// 10^9 a second, in the fastest of the rounds.
