@@ -100,5 +100,19 @@ def headers():
     assert status == 200 and "Lima" in json.loads(text)["choices"][0]["message"]["content"], text
 
 
-for check in [streams, errors, going_away, headers]:
+def prefixes():
+    system = {"role": "system", "content": "You know the capitals of all countries of South America. " * 8}
+    status, _, text = curl("/v1/prefixes/capitals", {"messages": [system]}, "--request", "PUT")
+    prefix = json.loads(text)
+    assert status == 200 and prefix["id"] == "capitals" and prefix["tokens"] % 32 == 0 < prefix["tokens"], text
+    assert json.loads(curl("/v1/prefixes")[2])["data"] == [prefix]
+    asked = {**CHAT, "messages": [system, *CHAT["messages"]], "prefix": "capitals"}
+    answer = json.loads(curl("/v1/chat/completions", asked)[2])
+    assert answer["usage"]["prompt_tokens_details"]["cached_tokens"] >= prefix["tokens"], answer
+    assert curl("/v1/prefixes/capitals", None, "--request", "DELETE")[0] == 200
+    status, _, text = curl("/v1/chat/completions", asked)
+    assert status == 404 and json.loads(text)["error"]["param"] == "prefix", text
+
+
+for check in [streams, errors, going_away, headers, prefixes]:
     check()
