@@ -1,6 +1,7 @@
 //! `puna eval`: logits and hidden states of given token ids, for comparison with a reference.
 
 use crate::error::Error;
+use crate::files;
 use crate::inside::{CaptureArgs, SteeringArgs};
 use crate::options::{LoadArgs, print_notices};
 use clap::Args;
@@ -53,6 +54,7 @@ pub struct EvalArgs {
 
 /// Runs the command.
 pub fn run(args: &EvalArgs) -> Result<(), Error> {
+    files::check(&args.out)?;
     // The whole model is checked, its tokenizer too.
     let files = ModelFiles::open(&args.model)?;
     let backend = if args.backend == "reference" { BackendKind::Reference } else { BackendKind::Cpu };
@@ -443,6 +445,6 @@ impl Output {
             ("rows".to_owned(), self.rows.to_string()),
             ("kv".to_owned(), kv.to_string()),
         ]);
-        safetensors::serialize_to_file(views, Some(meta), path).map_err(|e| Error::file(path, e))
+        files::write(path, |part| safetensors::serialize_to_file(views, Some(meta), part))
     }
 }

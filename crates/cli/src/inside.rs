@@ -1,6 +1,7 @@
 //! Options and reports of what happens inside a model: steering, residuals, phases, experts.
 
 use crate::error::Error;
+use crate::files;
 use clap::{Args, ValueEnum};
 use puna::steering::Part;
 use puna::{Captured, ControlVector, ExpertCounts, ExpertStats, Phase, Positions, Steering, Timings, Trace};
@@ -11,6 +12,7 @@ use safetensors::tensor::TensorView;
 use serde_json::{Value, json};
 use std::collections::BTreeMap;
 use std::fmt::Write as _;
+use std::fs::File;
 use std::io::{BufWriter, Write as _};
 use std::ops::RangeInclusive;
 use std::path::{Path, PathBuf};
@@ -167,8 +169,7 @@ impl Residuals {
         let more = [("positions", &at), ("tokens", &tokens)];
         let more = more.into_iter().map(|(name, bytes)| view(name.into(), Dtype::I64, vec![n], bytes));
         let views = rows.chain(more).collect::<Result<Vec<_>, safetensors::SafeTensorError>>();
-        let written = views.and_then(|views| safetensors::serialize_to_file(views, None, path));
-        written.map_err(|e| Error::file(path, e))
+        files::write(path, |part| safetensors::serialize_to_file(views?, None, part))
     }
 }
 
@@ -246,20 +247,12 @@ pub fn expert_stats_json(e: &ExpertStats) -> Value {
     })
 }
 
-/// Whether a file can be where it is to be written at the end: told before the work is done.
-pub fn check_folder(path: &Path) -> Result<(), Error> {
-    let folder = path.parent().filter(|folder| !folder.as_os_str().is_empty());
-    match folder {
-        Some(folder) if !folder.is_dir() => Err(Error::file(path, "there is no such folder")),
-        _ => Ok(()),
-    }
-}
-
 /// Writes a trace as JSON.
 pub fn write_trace(trace: &Trace, path: &Path) -> Result<(), Error> {
-    let file = std::fs::File::create(path).map_err(|e| Error::file(path, e))?;
-    let mut out = BufWriter::new(file);
-    trace.write(&mut out).and_then(|()| out.flush()).map_err(|e| Error::file(path, e))?;
+    files::write(path, |part| {
+        let mut out = BufWriter::new(File::create(part)?);
+        trace.write(&mut out).and_then(|()| out.flush())
+    })?;
     if trace.dropped() > 0 {
         eprintln!("puna: {}: holds the first {} events; {} more came", path.display(), trace.len(), trace.dropped());
     }

@@ -9,6 +9,7 @@ mod convert;
 mod embed;
 mod error;
 mod eval;
+mod files;
 mod inside;
 mod inspect;
 mod interrupt;

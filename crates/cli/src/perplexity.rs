@@ -17,7 +17,7 @@ use std::path::PathBuf;
 /// Arguments of `puna perplexity`.
 #[derive(Args)]
 pub struct PerplexityArgs {
-    /// GGUF file
+    /// GGUF file, or folder with config.json and safetensors
     model: PathBuf,
     /// The text; - is standard input
     #[arg(short = 'f', long, value_name = "FILE")]

@@ -2,9 +2,10 @@
 
 use crate::chat;
 use crate::error::Error;
+use crate::files;
 use crate::inside::{
-    CaptureArgs, Residuals, SteeringArgs, check_folder, expert_stats_json, print_expert_stats, print_experts,
-    print_timings, write_trace,
+    CaptureArgs, Residuals, SteeringArgs, expert_stats_json, print_expert_stats, print_experts, print_timings,
+    write_trace,
 };
 use crate::interrupt;
 use crate::options::{DraftArgs, GrammarOptions, RunOptions, SamplingOptions, print_notices};
@@ -25,7 +26,7 @@ use std::time::{Duration, Instant};
 /// Arguments of `puna run`.
 #[derive(Args)]
 pub struct RunArgs {
-    /// GGUF file
+    /// GGUF file, or folder with config.json and safetensors
     pub model: PathBuf,
     /// The prompt; without one, a conversation in a terminal, or a prompt from standard input
     #[arg(short, long, value_name = "TEXT", conflicts_with = "file")]
@@ -92,7 +93,7 @@ pub fn run(args: &RunArgs) -> Result<(), Error> {
         (None, false) => Some(read_text(args.file.as_ref())?),
     };
     let capture_file = args.capture.is_wanted().then_some(&args.capture_file);
-    args.trace.iter().chain(capture_file).try_for_each(|path| check_folder(path))?;
+    args.trace.iter().chain(capture_file).chain(&args.save_state).try_for_each(|path| files::check(path))?;
     let mut session = Session::load(args)?;
     match prompt {
         None => chat::run(&mut session, args.system.as_deref())?,

@@ -10,7 +10,7 @@ use std::path::PathBuf;
 /// Arguments of `puna tokenize`.
 #[derive(Args)]
 pub struct TokenizeArgs {
-    /// GGUF file; its tokenizer is enough
+    /// GGUF file or Hugging Face folder; its tokenizer is enough
     model: PathBuf,
     /// The text [default: standard input]
     #[arg(long, value_name = "S", conflicts_with = "file")]
@@ -74,7 +74,7 @@ pub fn read_text(file: Option<&PathBuf>) -> Result<String, Error> {
 /// Arguments of `puna detokenize`.
 #[derive(Args)]
 pub struct DetokenizeArgs {
-    /// GGUF file; its tokenizer is enough
+    /// GGUF file or Hugging Face folder; its tokenizer is enough
     model: PathBuf,
     /// Token ids, separated by commas
     #[arg(long, value_delimiter = ',', required = true)]

@@ -236,6 +236,39 @@ fn what_was_killed_goes_on() {
     assert_eq!(killed.text(), text);
 }
 
+#[test]
+fn killed_at_any_moment_nothing_is_lost_or_twice() {
+    let place = Place::new("again");
+    let mut questions = many();
+    for i in 0..20 {
+        questions.insert(3 * i, question(&format!("e{i}"), "/v1/embeddings", json!({ "input": format!("text {i}") })));
+    }
+    place.ask(&questions);
+    let (mut rounds, mut before) = (0u64, String::new());
+    let out = loop {
+        rounds += 1;
+        let mut child = place.command().spawn().unwrap();
+        // From before there is a file until after the last line, more at every round.
+        std::thread::sleep(Duration::from_millis(rounds * rounds * 7919 % (20 * rounds)));
+        if rounds > 40 || child.try_wait().unwrap().is_some() {
+            break child.wait_with_output().unwrap();
+        }
+        child.kill().unwrap();
+        child.wait().unwrap();
+        // A line that was being written may be there in part.
+        let text = place.text();
+        let whole = &text[..text.rfind('\n').map_or(0, |at| at + 1)];
+        assert!(whole.starts_with(&before), "what was there has changed in round {rounds}");
+        before = whole.to_owned();
+    };
+    assert!(out.status.success(), "{out:?}");
+    assert!(rounds > 3 && place.text().starts_with(&before), "{rounds} rounds");
+    let answers = place.answers();
+    assert_eq!(answers.len(), questions.len());
+    assert_eq!(place.text().lines().count(), questions.len());
+    assert!(answers.values().all(|response| response["status_code"] == 200));
+}
+
 #[cfg(unix)]
 #[test]
 fn ctrl_c_leaves_whole_lines() {

@@ -204,3 +204,51 @@ fn what_makes_no_sense_is_refused() {
         assert_eq!(puna(&[&run[..], wrong].concat()).status.code(), Some(2), "{wrong:?}");
     }
 }
+
+/// Names of a folder's files.
+fn names(folder: &Folder) -> Vec<String> {
+    let name = |entry: std::io::Result<std::fs::DirEntry>| entry.unwrap().file_name().into_string().unwrap();
+    let mut names: Vec<String> = std::fs::read_dir(&folder.0).unwrap().map(name).collect();
+    names.sort();
+    names
+}
+
+#[cfg(unix)]
+#[test]
+fn what_cannot_be_written_whole_is_not_written() {
+    let (folder, model) = (Folder::new("full"), testdata("llama-gqa/model-f32.gguf"));
+    let [old, new] = ["old", "new"].map(|name| folder.path(name));
+    std::fs::write(&old, "what was there").unwrap();
+    let run = ["run", &model, "--raw", "-p", "llamas graze on the puna", "-n", "40", "--temp", "0", "--ignore-eos"];
+    let eval = ["eval", &model, "--tokens", "1,2,3,4,5,6,7,8"];
+    let bench = ["bench", &model, "-p", "32", "-n", "1", "-r", "1"];
+    for (command, flag) in
+        [(&run[..], "--trace"), (&run, "--save-state"), (&run, "--capture-file"), (&eval, "--out"), (&bench, "--trace")]
+    {
+        for path in [&old, &new] {
+            // Files may have one block: what is written then is cut off, as on a disk that is full.
+            let mut limited = Command::new("sh");
+            limited.args(["-c", "trap '' XFSZ; ulimit -f 1; exec \"$@\"", "sh", env!("CARGO_BIN_EXE_puna")]);
+            let capture = if flag == "--capture-file" { &["--capture", "all"][..] } else { &[] };
+            let out = limited.args(command).args([flag, path]).args(capture).output().unwrap();
+            let error = String::from_utf8(out.stderr).unwrap();
+            assert_eq!(out.status.code(), Some(1), "{flag}: {error}");
+            let last = error.lines().last().unwrap();
+            assert!(last.contains(path.as_str()) && last.contains("too large"), "{flag}: {error}");
+            assert_eq!((names(&folder), folder.read("old")), (vec!["old".to_owned()], b"what was there".to_vec()));
+        }
+    }
+    // Where nothing can be, that is told before the work.
+    let folders = [folder.path("no/where"), folder.path("old/where"), testdata("llama-gqa")];
+    for (command, flag) in [(&run[..], "--trace"), (&run, "--save-state"), (&eval, "--out"), (&bench, "--trace")] {
+        for path in &folders {
+            let out = puna(&[command, &[flag, path]].concat());
+            let error = String::from_utf8(out.stderr).unwrap();
+            assert!(out.status.code() == Some(1) && out.stdout.is_empty(), "{flag} {path}: {error}");
+            assert!(error.contains(path.as_str()) && error.lines().count() == 1, "{flag} {path}: {error}");
+        }
+    }
+    // Devices and pipes are what they are.
+    let out = good(&[&run[..], &["--trace", "/dev/stdout"]].concat());
+    assert!(String::from_utf8(out.stdout).unwrap().contains("traceEvents"));
+}

@@ -24,6 +24,9 @@ struct Inner {
     grammars: OnceLock<Result<Arc<Grammars>, Error>>,
 }
 
+/// From so many bytes on a text is long: tokenizing it takes some ten milliseconds.
+const LONG: usize = 64 << 10;
+
 /// What a prompt ends with.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum ChatEnd {
@@ -49,6 +52,8 @@ pub struct Conversation<'a> {
     pub end: ChatEnd,
     /// More variables of the template.
     pub variables: Option<&'a Map<String, Value>>,
+    /// Positions of the context, if a prompt that is far too long for it need not be tokenized.
+    pub ctx: Option<usize>,
 }
 
 impl Chat {
@@ -107,9 +112,14 @@ impl Chat {
     /// want one.
     ///
     /// # Errors
-    /// As [`Chat::render`].
+    /// As [`Chat::render`]; [`Error::PromptTooLong`].
     pub fn prompt(&self, talk: &Conversation) -> Result<Vec<u32>, Error> {
         let (segments, tokenizer) = (self.segments(talk)?, self.tokenizer()?);
+        let texts = segments.iter().map(|segment| segment.text.as_str());
+        let least = |ctx: usize| Some((self.least_tokens_over(ctx.saturating_sub(1), texts)?, ctx));
+        if let Some((least, ctx)) = talk.ctx.and_then(least) {
+            return Err(Error::PromptTooLong { least, ctx });
+        }
         let ids = tokenizer.encode_segments(&segments, AddBos::No);
         let mut ids = ids.map_err(|e| Error::text(&self.0.path, e))?;
         match tokenizer.bos_id() {
@@ -117,6 +127,17 @@ impl Chat {
             _ => {}
         }
         Ok(ids)
+    }
+
+    /// How many tokens a long text has at least, where these are certainly more than `most`: see
+    /// [`Tokenizer::least_tokens_over`]. Shorter texts are tokenized in no time, so that their true number can be told.
+    pub fn least_tokens_over<'t>(
+        &self,
+        most: usize,
+        parts: impl IntoIterator<Item = &'t str> + Clone,
+    ) -> Option<usize> {
+        let is_long = parts.clone().into_iter().map(str::len).sum::<usize>() >= LONG;
+        self.0.tokenizer.as_ref().filter(|_| is_long)?.least_tokens_over(most, parts)
     }
 
     /// The prompt, by who wrote its parts.

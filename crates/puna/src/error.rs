@@ -64,6 +64,14 @@ pub enum Error {
         /// Positions of the context.
         ctx: usize,
     },
+    /// A prompt so long that it was not tokenized.
+    #[error("the prompt has {least} tokens or more, but the context holds {ctx}, with at least one for the answer")]
+    PromptTooLong {
+        /// Tokens that it has at least.
+        least: usize,
+        /// Positions of the context.
+        ctx: usize,
+    },
     /// A cache that holds nothing.
     #[error("a KV cache of {bytes} bytes is too small: 32 positions take {block}")]
     KvBytes {

@@ -246,6 +246,17 @@ fn long_strings() {
     let long = "a".repeat(10 << 20);
     let reply = server.post("/v1/completions", &json!({ "prompt": long }));
     assert_eq!((reply.status, &reply.error()["code"]), (400, &json!("context_length_exceeded")));
+    // It is not tokenized to find that out.
+    assert!(reply.text().contains("is 256 tokens, but the prompt has at least "), "{}", reply.text());
+    let talk = chat(json!({ "messages": [{ "role": "user", "content": long }] }));
+    let reply = server.post("/v1/chat/completions", &talk);
+    assert!(reply.text().contains("at least ") && reply.error()["param"] == "messages", "{}", reply.text());
+    let reply = server.post("/v1/embeddings", &json!({ "input": ["x", long] }));
+    assert!(
+        reply.text().contains("the text has at least ") && reply.error()["param"] == "input[1]",
+        "{}",
+        reply.text()
+    );
     for (fields, param) in [
         (json!({ "stop": long }), "stop[0]"),
         (json!({ "tool_choice": long }), "tool_choice"),
@@ -258,6 +269,37 @@ fn long_strings() {
     // Where every name is taken for the only model.
     server.chat(json!({ "model": long }));
     server.chat(json!({ "user": long }));
+}
+
+#[test]
+fn whatever_fits_is_taken() {
+    const CTX: usize = 8192;
+    let server = Running::start(support::options(CTX));
+    let text =
+        |id: u32| server.post("/detokenize", &json!({ "tokens": [id] })).json()["prompt"].as_str().unwrap().to_owned();
+    // The tokens that stand for most, and a mixture of them.
+    let mut texts: Vec<String> = (0..512).map(text).filter(|text| !text.contains(['\u{fffd}', '<'])).collect();
+    texts.sort_by_key(|text| std::cmp::Reverse(text.len()));
+    texts = vec![texts[0].clone(), texts[1].clone(), texts[..8].concat()];
+    for text in texts {
+        let count = |n: usize| {
+            let body = server.post("/tokenize", &json!({ "prompt": text.repeat(n) })).json();
+            body["count"].as_u64().unwrap() as usize
+        };
+        // The first number of repetitions that are too many.
+        let (mut fits, mut exceeds) = (1, 4 * CTX);
+        while fits + 1 < exceeds {
+            let middle = fits.midpoint(exceeds);
+            if count(middle) < CTX { fits = middle } else { exceeds = middle }
+        }
+        let ask = |n: usize| server.post("/v1/completions", &json!({ "prompt": text.repeat(n), "max_tokens": 1 }));
+        assert_eq!(ask(fits).status, 200, "{} tokens of {text:?}", count(fits));
+        let said = ask(exceeds).error()["message"].as_str().unwrap().to_owned();
+        let said = said.split("the prompt has ").nth(1).unwrap();
+        let number: usize = said.trim_start_matches("at least ").parse().unwrap();
+        let exact = count(exceeds);
+        assert!(number == exact || said.starts_with("at least") && (CTX..exact).contains(&number), "{said}, {exact}");
+    }
 }
 
 #[test]

@@ -73,6 +73,11 @@ impl AddedTokens {
         Ok(AddedTokens { tokens, search: Some(search) })
     }
 
+    /// Whether one of them swallows white space.
+    pub(crate) fn strips(&self) -> bool {
+        self.tokens.iter().any(|token| token.lstrip || token.rstrip)
+    }
+
     pub(crate) fn iter(&self) -> impl Iterator<Item = &AddedToken> {
         self.tokens.iter()
     }

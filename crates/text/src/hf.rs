@@ -1,5 +1,7 @@
 //! The tokenizer files of a Hugging Face folder: tokenizer.json, or tokenizer.model, with what the configs add.
 
+use std::sync::OnceLock;
+
 use ahash::AHashMap;
 use serde::de::DeserializeOwned;
 use serde_json::Value;
@@ -103,6 +105,7 @@ fn from_json(file: &[u8], config: &Config) -> Result<Tokenizer> {
         table,
         roles: Roles { unk, prefix, suffix, ..Roles::default() },
         strip_spaces: decoder.strip,
+        cover: OnceLock::new(),
     })
 }
 

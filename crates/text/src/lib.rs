@@ -30,6 +30,7 @@
 mod added;
 mod bpe;
 mod config;
+mod cover;
 mod error;
 mod export;
 mod hf;

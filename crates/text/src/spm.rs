@@ -81,6 +81,16 @@ impl Spm {
         self.ids.get(text).copied()
     }
 
+    /// Texts that merging may produce.
+    pub(crate) fn texts(&self) -> impl Iterator<Item = &str> {
+        self.ids.keys().map(|text| &**text)
+    }
+
+    /// Whether spaces may be dropped.
+    pub(crate) fn collapses_spaces(&self) -> bool {
+        self.collapse_spaces
+    }
+
     /// The token of a single byte.
     pub(crate) fn byte(&self, byte: u8) -> Option<u32> {
         self.bytes[byte as usize]

@@ -2,11 +2,13 @@
 
 use std::collections::BTreeSet;
 use std::ops::Range;
+use std::sync::OnceLock;
 
 use tokenizers::Model;
 
 use crate::added::{AddedToken, AddedTokens, Piece, Trust};
 use crate::bpe::Bpe;
+use crate::cover::Cover;
 use crate::error::{Result, TextError};
 use crate::hf::{self, HfFiles};
 use crate::spm::{SPACE, Spm};
@@ -129,6 +131,8 @@ pub struct Tokenizer {
     pub(crate) roles: Roles,
     /// Spaces dropped at the start of decoded text: what encoding puts there.
     pub(crate) strip_spaces: usize,
+    /// Made when a long text asks for it.
+    pub(crate) cover: OnceLock<Option<Cover>>,
 }
 
 impl std::fmt::Debug for Tokenizer {
@@ -188,7 +192,7 @@ impl Tokenizer {
         roles.eog.extend(ends.chain(spec.eog.iter().map(|&(_, id)| id)));
         roles.prefix.extend(spec.bos.filter(|_| spec.add_bos.unwrap_or(add_bos)));
         roles.suffix.extend(spec.eos.filter(|_| spec.add_eos.unwrap_or(false)));
-        Ok(Tokenizer { encoder, added: AddedTokens::new(added)?, table, roles, strip_spaces })
+        Ok(Tokenizer { encoder, added: AddedTokens::new(added)?, table, roles, strip_spaces, cover: OnceLock::new() })
     }
 
     /// From the tokenizer files of a Hugging Face folder: tokenizer.json, or tokenizer.model where there is none.
@@ -252,6 +256,22 @@ impl Tokenizer {
             ids.splice(0..0, prefix);
         }
         Ok(ids)
+    }
+
+    /// How many tokens a text has at least, whatever the options, where these are more than `most`: told in one pass over
+    /// its bytes, so that a text that is far too long need not be tokenized. The number is mostly a tenth of the true
+    /// one; `None` says nothing about the text. `parts`: the text, whole or in parts.
+    pub fn least_tokens_over<'t>(
+        &self,
+        most: usize,
+        parts: impl IntoIterator<Item = &'t str> + Clone,
+    ) -> Option<usize> {
+        // No token is empty.
+        if parts.clone().into_iter().map(str::len).sum::<usize>() <= most {
+            return None;
+        }
+        let cover = self.cover.get_or_init(|| Cover::new(self)).as_ref()?;
+        Some(cover.least(parts)).filter(|least| *least > most)
     }
 
     fn prefix_with_bos(&self) -> Vec<u32> {

@@ -308,3 +308,54 @@ fn tokenizers_and_templates_are_shared_between_threads() {
     assert_eq!(stream.push(441), None);
     assert_eq!(stream.push(75), Some("H".into()));
 }
+
+/// Tokenizers of all kinds: a folder's with other normalizers and with tokens that swallow white space too.
+fn of_all_kinds() -> Vec<(String, Tokenizer)> {
+    let named =
+        |model: &str| all(model).into_iter().map(|(road, t)| (format!("{model} {road}"), t)).collect::<Vec<_>>();
+    let mut made: Vec<(String, Tokenizer)> = MODELS.iter().flat_map(|model| named(model)).collect();
+    let mut file = json(&read("qwen3-qknorm", "hf/tokenizer.json").unwrap());
+    let mut with = |name: &str, normalizer: &str, rstrip: bool| {
+        file["normalizer"] = serde_json::json!({ "type": normalizer });
+        file["added_tokens"].as_array_mut().unwrap().iter_mut().for_each(|token| token["rstrip"] = rstrip.into());
+        let bytes = serde_json::to_vec(&file).unwrap();
+        let files = HfFiles { tokenizer_json: Some(&bytes), ..HfFiles::default() };
+        made.push((name.to_owned(), Tokenizer::from_hf(&files).unwrap()));
+    };
+    with("composed", "NFC", false);
+    with("compatible", "NFKC", true);
+    with("small letters", "Lowercase", false);
+    let vocab = GgufVocab::of("llama-gqa");
+    let spec = VocabSpec { remove_extra_whitespaces: Some(true), name: Some("Phi-3"), ..vocab.spec("default") };
+    made.push(("one space".into(), Tokenizer::from_vocab(&spec).unwrap()));
+    made
+}
+
+#[test]
+fn no_text_has_fewer_tokens_than_told() {
+    let data = json(include_bytes!("data/tokens.json"));
+    let texts: Vec<&str> = data["texts"].as_array().unwrap().iter().map(|text| text.as_str().unwrap()).collect();
+    let letters = ["e\u{301}".repeat(50), "\u{1100}\u{1161}\u{11a8}".repeat(20), "ﬃ A\u{30a}\u{323}".repeat(20)];
+    let spaces = [" ".repeat(300), format!("x{}x", " \n\u{3000}".repeat(99)), "▁ ▁▁".repeat(50)];
+    for (name, tokenizer) in of_all_kinds() {
+        let tokens = tokenizer.control_texts().map(|text| format!("{text}{}", " \t".repeat(40)).repeat(3));
+        let spelled: Vec<String> = tokens.chain(letters.clone()).chain(spaces.clone()).collect();
+        let long = texts.concat();
+        for text in texts.iter().copied().chain(spelled.iter().map(String::as_str)).chain([long.as_str()]) {
+            let least = tokenizer.least_tokens_over(0, [text]).unwrap_or(0);
+            for special in [true, false] {
+                let ids = tokenizer.encode(text, EncodeOptions { special, bos: AddBos::No }).unwrap();
+                assert!(least <= ids.len(), "{name}: {least} of {} in {text:?}", ids.len());
+            }
+            let (left, right) =
+                text.split_at((0..=text.len() / 2).rev().find(|&at| text.is_char_boundary(at)).unwrap());
+            assert!(tokenizer.least_tokens_over(0, [left, right]).unwrap_or(0) <= least);
+            assert_eq!(tokenizer.least_tokens_over(least, [text]), None);
+        }
+        // What is told is of use, where anything can be.
+        let (text, is_known) = ("the quick brown fox jumps over the lazy dog. ".repeat(500), name != "small letters");
+        let n = tokenizer.encode(&text, PLAIN).unwrap().len();
+        let least = tokenizer.least_tokens_over(0, [text.as_str()]).unwrap_or(0);
+        assert_eq!(least > n / 20, is_known, "{name}: {least} of {n}");
+    }
+}

@@ -4,6 +4,7 @@
 mod draft;
 
 use crate::error::Error;
+use crate::files;
 use crate::inside::{print_timings, write_trace};
 use crate::options::{DraftArgs, LoadArgs, print_notices};
 use clap::Args;
@@ -54,6 +55,7 @@ const CHUNK: usize = 512;
 
 /// Runs the command.
 pub fn run(args: &BenchArgs) -> Result<(), Error> {
+    args.trace.iter().try_for_each(|path| files::check(path))?;
     if let Some(wish) = args.draft.engine() {
         return draft::run(args, wish);
     }

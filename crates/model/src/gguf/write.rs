@@ -4,20 +4,21 @@
 //! model there.
 
 use std::{
-    fs::{self, File},
     io::{self, BufWriter, Write},
     path::{Path, PathBuf},
 };
 
 use indexmap::IndexMap;
-use tempfile::NamedTempFile;
 
 use super::{
     container::{ALIGNMENT, DEFAULT_ALIGNMENT},
     tensor::{MAX_NAME, TensorType, size},
     value::{Value, ValueType},
 };
-use crate::{Error, error::escape};
+use crate::{
+    Error,
+    new_file::{NewFile, reason},
+};
 
 /// A value that metadata can have, alone or as an element of an array.
 pub trait Element {
@@ -230,27 +231,11 @@ impl Header {
     /// # Errors
     /// [`Error::Write`] where there is a file already, or no file can be made.
     pub fn create(self, replace: bool) -> Result<Writer, Error> {
-        let error = |what: String| Error::Write { path: self.path.clone(), what };
-        match fs::symlink_metadata(&self.path) {
-            Ok(found) if found.is_dir() => return Err(error("it is a directory".into())),
-            // A new file in place of a device or pipe is never what was meant.
-            Ok(_) if !fs::metadata(&self.path).is_ok_and(|found| found.is_file()) => {
-                return Err(error("it is not a regular file".into()));
-            }
-            Ok(_) if !replace => return Err(error("there is a file of this name already".into())),
-            _ => {}
-        }
-        let mut builder = tempfile::Builder::new();
-        builder.prefix(".puna-").suffix(".gguf.part");
-        #[cfg(unix)]
-        // What the umask leaves of this, as of any new file: other users may read models.
-        builder.permissions(std::os::unix::fs::PermissionsExt::from_mode(0o666));
-        let folder = self.path.parent().filter(|folder| !folder.as_os_str().is_empty()).unwrap_or(Path::new("."));
-        let file = builder.tempfile_in(folder).map_err(|e| error(reason(&e)))?;
+        let file = NewFile::create(&self.path, replace)?;
         let header = self.to_bytes();
         let total = header.len() as u64 + self.data;
         let out = BufWriter::with_capacity(1 << 20, file);
-        let mut writer = Writer { header: self, out, replace, next: 0, written: 0, total };
+        let mut writer = Writer { header: self, out, next: 0, written: 0, total };
         writer.put(&header)?;
         Ok(writer)
     }
@@ -259,8 +244,7 @@ impl Header {
 /// A file whose weights are being written.
 pub struct Writer {
     header: Header,
-    out: BufWriter<NamedTempFile>,
-    replace: bool,
+    out: BufWriter<NewFile>,
     /// The tensor that the next bytes belong to.
     next: usize,
     /// Bytes of it that were written.
@@ -309,10 +293,7 @@ impl Writer {
         let (path, total) = (self.header.path, self.total);
         let error = |e: &io::Error| Error::Write { path: path.clone(), what: with_size(e, total) };
         let file = self.out.into_inner().map_err(|e| error(e.error()))?;
-        // The name must not outlive a crash that the weights do not.
-        file.as_file().sync_all().map_err(|e| error(&e))?;
-        let placed = if self.replace { file.persist(&path) } else { file.persist_noclobber(&path) };
-        placed.map(|_: File| total).map_err(|e| error(&e.error))
+        file.finish().map(|()| total)
     }
 
     fn put(&mut self, bytes: &[u8]) -> Result<(), Error> {
@@ -331,19 +312,5 @@ fn with_size(e: &io::Error, total: u64) -> String {
             format!("{} (the file has {total} bytes in all)", reason(e))
         }
         _ => reason(e),
-    }
-}
-
-/// What the system says, in fewer words where that is possible, and without the name of the file in the making.
-fn reason(e: &io::Error) -> String {
-    match e.kind() {
-        io::ErrorKind::NotFound => "there is no such folder".into(),
-        io::ErrorKind::PermissionDenied => "permission denied".into(),
-        io::ErrorKind::StorageFull => "no space is left on the disk".into(),
-        io::ErrorKind::AlreadyExists => "there is a file of this name already".into(),
-        _ => match e.raw_os_error() {
-            Some(code) => io::Error::from_raw_os_error(code).to_string(),
-            None => escape(&e.to_string()).to_string(),
-        },
     }
 }

@@ -2,12 +2,12 @@
 
 use super::{HASH, HEADER, KINDS, MAGIC, MAX_NOTE, PIECE, State, StateKey, VERSION};
 use crate::error::Error;
+use crate::new_file::{NewFile, reason};
 use crate::prefix::Chain;
 use puna_kernels::KV_BLOCK;
 use std::fs::File;
 use std::io::{self, BufReader, Read, Seek, SeekFrom, Take, Write};
 use std::path::{Path, PathBuf};
-use tempfile::NamedTempFile;
 
 /// Hashes what passes through.
 struct Hashing<T> {
@@ -33,7 +33,7 @@ impl<R: Read> Read for Hashing<R> {
 /// when it is complete; until then, and if it is dropped, nothing is there but what was before.
 pub struct StateWriter {
     path: PathBuf,
-    file: Hashing<NamedTempFile>,
+    file: Hashing<NewFile>,
 }
 
 impl StateWriter {
@@ -42,9 +42,8 @@ impl StateWriter {
     /// # Errors
     /// [`Error::Write`]; so for all that follow.
     pub fn create(path: &Path) -> Result<StateWriter, Error> {
-        let folder = path.parent().filter(|folder| !folder.as_os_str().is_empty()).unwrap_or(Path::new("."));
-        let file = NamedTempFile::new_in(folder).map_err(|e| failed(path, &e))?;
-        Ok(StateWriter { path: path.to_owned(), file: Hashing::new(file) })
+        // It says what somebody said.
+        Ok(StateWriter { path: path.to_owned(), file: Hashing::new(NewFile::private(path)?) })
     }
 
     /// Adds a piece.
@@ -62,15 +61,13 @@ impl StateWriter {
     /// As [`StateWriter::create`].
     pub fn finish(self) -> Result<(), Error> {
         let StateWriter { path, file: Hashing { inner: mut file, hasher } } = self;
-        let written = file.write_all(hasher.finalize().as_bytes()).and_then(|()| file.as_file().sync_all());
-        written.map_err(|e| failed(&path, &e))?;
-        file.persist(&path).map_err(|e| failed(&path, &e.error))?;
-        Ok(())
+        file.write_all(hasher.finalize().as_bytes()).map_err(|e| failed(&path, &e))?;
+        file.finish()
     }
 }
 
 fn failed(path: &Path, e: &io::Error) -> Error {
-    Error::Write { path: path.to_owned(), what: e.to_string() }
+    Error::Write { path: path.to_owned(), what: reason(e) }
 }
 
 /// A file of a saved state, and what it says. What is read is hashed: whoever has read all pieces knows from

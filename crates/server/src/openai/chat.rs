@@ -70,10 +70,11 @@ impl Talk {
         Ok(Talk { messages: messages::read(fields)?, tools: tools(fields)?, end, variables })
     }
 
-    /// Calls `f` with what the template gets: tools in text, if it does not show them.
+    /// Calls `f` with what the template gets (tools in text, if it does not show them) and where the prompt must fit.
     fn with_conversation<T>(
         &self,
         card: &Card,
+        ctx: Option<usize>,
         f: impl FnOnce(&Conversation) -> Result<T, puna::Error>,
     ) -> Result<T, ApiError> {
         let shows_tools = tool_text::shows_tools(card.chat.template().unwrap_or_default());
@@ -85,6 +86,7 @@ impl Talk {
             template: None,
             end: self.end,
             variables: Some(&self.variables),
+            ctx,
         };
         f(&conversation).map_err(|e| ApiError::of_engine("messages", &e))
     }
@@ -94,15 +96,15 @@ impl Talk {
     /// # Errors
     /// What the template says is wrong.
     pub fn render(&self, card: &Card) -> Result<String, ApiError> {
-        self.with_conversation(card, |conversation| card.chat.render(conversation))
+        self.with_conversation(card, None, |conversation| card.chat.render(conversation))
     }
 
-    /// The prompt as ids.
+    /// The prompt as ids. One that is far too long for a context of `ctx` positions is not tokenized.
     ///
     /// # Errors
-    /// As [`Talk::render`].
-    pub fn prompt(&self, card: &Card) -> Result<Vec<u32>, ApiError> {
-        self.with_conversation(card, |conversation| card.chat.prompt(conversation))
+    /// As [`Talk::render`]; the prompt is too long.
+    pub fn prompt(&self, card: &Card, ctx: Option<usize>) -> Result<Vec<u32>, ApiError> {
+        self.with_conversation(card, ctx, |conversation| card.chat.prompt(conversation))
     }
 }
 
@@ -235,7 +237,7 @@ impl ChatRequest {
     /// What the model has to refuse: the template's own words, a prompt that is too long.
     pub fn job(&self, card: &Card) -> Result<Job, ApiError> {
         card.check_head()?;
-        let prompt = self.talk.prompt(card)?;
+        let prompt = self.talk.prompt(card, Some(card.ctx))?;
         let ids = prompt.clone();
         let mut request = self.generation.request(card, "messages", prompt)?;
         request.logprobs = self.logprobs;

@@ -68,6 +68,25 @@ impl Input {
             Input::Ids(ids) => Ok(ids.clone()),
         }
     }
+
+    /// Its ids, where an answer is to follow. A text that is far too long is not tokenized.
+    ///
+    /// # Errors
+    /// As [`Input::ids`]; the prompt is too long.
+    pub fn prompt(&self, card: &Card, param: &str) -> Result<Vec<u32>, ApiError> {
+        match self.least_tokens_over(card, card.ctx.saturating_sub(1)) {
+            Some(least) => Err(ApiError::of_engine(param, &puna::Error::PromptTooLong { least, ctx: card.ctx })),
+            None => self.ids(card, param, EncodeOptions::default()),
+        }
+    }
+
+    /// How many tokens it has at least, if it is a long text that certainly has more than `most`.
+    pub fn least_tokens_over(&self, card: &Card, most: usize) -> Option<usize> {
+        match self {
+            Input::Text(text) => card.chat.least_tokens_over(most, [text.as_str()]),
+            Input::Ids(_) => None,
+        }
+    }
 }
 
 /// A request.
@@ -126,7 +145,7 @@ impl CompletionRequest {
         let (mut requests, mut prompts) = (Vec::new(), Vec::new());
         let (steering, mut grammar) = (self.generation.inside.steering.steering(card)?, Duration::ZERO);
         for (param, input) in &self.prompts {
-            let ids = input.ids(card, param, EncodeOptions::default())?;
+            let ids = input.prompt(card, param)?;
             let mut request = self.request(card, param, ids.clone())?;
             request.steering.clone_from(&steering);
             let start = Instant::now();

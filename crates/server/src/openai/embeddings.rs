@@ -1,6 +1,7 @@
 //! `/v1/embeddings`.
 
 use crate::openai::completions::Input;
+use crate::openai::error::AtLeast;
 use crate::openai::inside::Wishes;
 use crate::openai::{ApiError, Card, Fields};
 use base64::Engine as _;
@@ -52,6 +53,9 @@ impl EmbeddingRequest {
         }
         let options = EncodeOptions { special: false, bos: AddBos::Auto };
         let text = |(param, input): &(String, Input)| {
+            if let Some(least) = input.least_tokens_over(card, card.text_ctx) {
+                return Err(ApiError::context(param, "text", AtLeast(least), card.text_ctx));
+            }
             let ids = input.ids(card, param, options)?;
             let error = match ids.iter().find(|&&id| id as usize >= card.vocab_size) {
                 Some(&id) => Some(puna::Error::TokenId { id, vocab: card.vocab_size }),

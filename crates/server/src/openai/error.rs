@@ -59,6 +59,15 @@ impl Kind {
     }
 }
 
+/// A number of tokens that is known from below.
+pub(crate) struct AtLeast(pub usize);
+
+impl std::fmt::Display for AtLeast {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(f, "at least {}", self.0)
+    }
+}
+
 /// Why a request is not answered.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("{message}")]
@@ -94,7 +103,7 @@ impl ApiError {
     }
 
     /// A text that does not fit. Gateways that would send it to another model know this error by words of OpenAI's.
-    fn context(param: &str, what: &str, tokens: usize, ctx: usize) -> ApiError {
+    pub(crate) fn context(param: &str, what: &str, tokens: impl std::fmt::Display, ctx: usize) -> ApiError {
         let known = "Input tokens exceed the configured limit: this model's maximum context length is";
         let what = format!("{known} {ctx} tokens, but the {what} has {tokens}");
         ApiError::invalid(param, what).code("context_length_exceeded")
@@ -106,6 +115,7 @@ impl ApiError {
         use puna_model::Error as M;
         match error {
             E::ContextExceeded { prompt, ctx } => ApiError::context(param, "prompt", *prompt, *ctx),
+            E::PromptTooLong { least, ctx } => ApiError::context(param, "prompt", AtLeast(*least), *ctx),
             E::TextTooLong { tokens, ctx } => ApiError::context(param, "text", *tokens, *ctx),
             E::Embed { source, .. } => ApiError::of_engine(param, source),
             E::Sample(puna::sampler::SampleError::Param { field, expected, found }) => {

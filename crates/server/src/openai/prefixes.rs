@@ -5,7 +5,6 @@ use crate::openai::completions::Input;
 use crate::openai::{ApiError, Card, Fields, Kind};
 use puna::sampler::PartialSampling;
 use puna::{ChatEnd, Request};
-use puna_text::EncodeOptions;
 use serde_json::{Value, json};
 
 /// Tokens of a block: a prefix has whole ones.
@@ -70,11 +69,10 @@ impl PrefixRequest {
         card.check_head()?;
         let (param, ids, note) = match &self.what {
             What::Talk(talk) => {
-                ("messages", talk.prompt(card)?, json!({ "model": card.id, "messages": talk.messages }))
+                let ids = talk.prompt(card, Some(card.ctx))?;
+                ("messages", ids, json!({ "model": card.id, "messages": talk.messages }))
             }
-            What::Text(input) => {
-                ("prompt", input.ids(card, "prompt", EncodeOptions::default())?, json!({ "model": card.id }))
-            }
+            What::Text(input) => ("prompt", input.prompt(card, "prompt")?, json!({ "model": card.id })),
         };
         card.check_prompt(param, &ids)?;
         let whole = ids.len() / BLOCK * BLOCK;

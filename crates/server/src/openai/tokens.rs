@@ -49,7 +49,7 @@ impl TokenizeRequest {
                 let bos = if *adds { AddBos::Auto } else { AddBos::No };
                 card.encode("prompt", text, EncodeOptions { special: true, bos })?
             }
-            What::Talk(talk) => talk.prompt(card)?,
+            What::Talk(talk) => talk.prompt(card, None)?,
         };
         let mut body = json!({ "count": ids.len(), "max_model_len": card.ctx, "tokens": ids });
         if self.strings {
