@@ -3,8 +3,9 @@
 //! Packing a format is a permutation of the bits of 16 blocks (one of each row) in units of 8, 4, 2 or 1 bits,
 //! possibly with some bits flipped: a packed matrix is exactly as large as the stored one, and a row can be read back.
 
-use crate::simd::LANES;
-use std::collections::BTreeMap;
+use crate::isa::{Isa, Kernel};
+use crate::simd::{LANES, Simd};
+use std::collections::{BTreeMap, BTreeSet};
 use std::ops::Range;
 
 /// Part of a block that is permuted in units of one size.
@@ -27,7 +28,12 @@ pub(crate) struct Packing {
     /// The same, four neighbouring bytes of every row at a time where they move alike, for packing whole panels.
     gathers: Vec<Gather>,
     pieces: Vec<Piece>,
+    /// Where in a block the words begin that these take.
+    words: Vec<usize>,
 }
+
+/// Words of a block at most.
+const MAX_WORDS: usize = 64;
 
 /// A byte of a panel for each row, or four of them, and what of the row's block becomes it.
 struct Gather {
@@ -41,11 +47,13 @@ struct Gather {
     pieces: Range<usize>,
 }
 
-/// Bits that move together: byte or four bytes `from` of the block, turned left, under a mask.
+/// Bits that move together: word `from` of the block, shifted, under a mask.
 #[derive(Clone, Copy)]
 struct Piece {
+    /// Its first byte, and at last its number among the words that are taken.
     from: usize,
-    turn: u32,
+    /// Bits to the left, or to the right where it is below 0.
+    left: i32,
     mask: u32,
 }
 
@@ -78,8 +86,9 @@ impl Packing {
                 }
             }
         }
-        let mut packing = Packing { block_bytes, moves, gathers: Vec::new(), pieces: Vec::new() };
+        let mut packing = Packing { block_bytes, moves, gathers: Vec::new(), pieces: Vec::new(), words: Vec::new() };
         packing.gather();
+        packing.number();
         packing
     }
 
@@ -91,15 +100,15 @@ impl Packing {
             let (_, flip, pieces) = bytes.entry(usize::from(m.to)).or_insert((stride, 0, Vec::new()));
             *flip |= u32::from(m.flip) << m.to_shift;
             let (from, mask) = (usize::from(m.from), u32::from(m.mask) << m.to_shift);
-            let turn = (32 + u32::from(m.to_shift) - u32::from(m.from_shift)) % 32;
-            match pieces.iter_mut().find(|p| (p.from, p.turn) == (from, turn)) {
+            let left = i32::from(m.to_shift) - i32::from(m.from_shift);
+            match pieces.iter_mut().find(|p| (p.from, p.left) == (from, left)) {
                 Some(piece) => piece.mask |= mask,
-                None => pieces.push(Piece { from, turn, mask }),
+                None => pieces.push(Piece { from, left, mask }),
             }
         }
         while let Some((to, (stride, flip, pieces))) = bytes.pop_first() {
             let next: Vec<_> = (1..4).map_while(|i| bytes.get(&(to + i)).filter(|b| b.0 == 4)).collect();
-            let follows = |i: usize, p: &Piece, q: &Piece| q.from == p.from + i && q.turn == p.turn;
+            let follows = |i: usize, p: &Piece, q: &Piece| q.from == p.from + i && q.left == p.left;
             let alike = next
                 .iter()
                 .enumerate()
@@ -119,25 +128,39 @@ impl Packing {
         }
     }
 
-    /// Makes a panel of up to 16 stored rows; lanes without a row stay as they are.
-    pub(crate) fn pack_panel(&self, rows: &[&[u8]], panel: &mut [u8]) {
-        let size = self.block_bytes;
-        for (i, out) in panel.chunks_exact_mut(size * LANES).enumerate() {
-            let mut blocks = [&[][..]; LANES];
-            blocks.iter_mut().zip(rows).for_each(|(block, row)| *block = &row[i * size..(i + 1) * size]);
-            let blocks = &blocks[..rows.len()];
-            for Gather { to, stride, is_word, flip, pieces } in &self.gathers {
-                let (out, pieces) = (&mut out[*to..], &self.pieces[pieces.clone()]);
-                if *is_word {
-                    gather_words(blocks, pieces, *flip, out.as_chunks_mut().0);
-                    continue;
-                }
-                for (out, block) in out.iter_mut().step_by(*stride).zip(blocks) {
-                    let byte = |p: &Piece| u32::from(block[p.from]).rotate_left(p.turn) & p.mask;
-                    *out = (pieces.iter().map(byte).fold(0, |x, y| x | y) ^ flip) as u8;
-                }
+    /// Numbers the words that are taken. Single bytes are part of those that are taken anyway, or of one of their own.
+    fn number(&mut self) {
+        let (last, pieces) = (self.block_bytes - 4, &mut self.pieces);
+        let of_words = self.gathers.iter().filter(|gather| gather.is_word).flat_map(|gather| gather.pieces.clone());
+        self.words = of_words.map(|i| pieces[i].from).collect::<BTreeSet<_>>().into_iter().collect();
+        for gather in &self.gathers {
+            for piece in &mut pieces[gather.pieces.clone()] {
+                let holds =
+                    |&from: &usize| from == piece.from || !gather.is_word && (from..from + 4).contains(&piece.from);
+                let word = self.words.iter().position(holds).unwrap_or_else(|| {
+                    self.words.push(piece.from.min(last));
+                    self.words.len() - 1
+                });
+                let bits = 8 * (piece.from - self.words[word]) as i32;
+                *piece = Piece { from: word, left: piece.left - bits, ..*piece };
             }
         }
+        assert!(self.words.len() <= MAX_WORDS && self.words.iter().all(|&start| start <= last), "words of a block");
+    }
+
+    /// Reads what pieces take of a row's block. A function of its own, since vector instructions for it are slower.
+    #[inline(never)]
+    fn take_words(&self, block: &[u8], lane: usize, words: &mut [[i32; LANES]; MAX_WORDS]) {
+        assert!(block.len() == self.block_bytes && lane < LANES);
+        for (word, &start) in words.iter_mut().zip(&self.words) {
+            // SAFETY: words end before the block does.
+            word[lane] = unsafe { block.as_ptr().add(start).cast::<i32>().read_unaligned() };
+        }
+    }
+
+    /// Makes a panel of up to 16 stored rows; lanes without a row stay as they are.
+    pub(crate) fn pack_panel(&self, rows: &[&[u8]], panel: &mut [u8]) {
+        Isa::detect().run(PackPanel { packing: self, rows, panel });
     }
 
     fn moves_of_row(&self, row: usize) -> &[Move] {
@@ -171,19 +194,50 @@ impl Packing {
     }
 }
 
-/// Four bytes of each row. Most are put together from one piece or from two.
-fn gather_words(blocks: &[&[u8]], pieces: &[Piece], flip: u32, out: &mut [[u8; 4]]) {
-    let word = |block: &[u8], p: Piece| {
-        let bytes = block[p.from..p.from + 4].first_chunk().expect("four bytes");
-        u32::from_le_bytes(*bytes).rotate_left(p.turn) & p.mask
-    };
-    let out = out.iter_mut().zip(blocks);
-    match *pieces {
-        [a] => out.for_each(|(out, block)| *out = (word(block, a) ^ flip).to_le_bytes()),
-        [a, b] => out.for_each(|(out, block)| *out = ((word(block, a) | word(block, b)) ^ flip).to_le_bytes()),
-        _ => out.for_each(|(out, block)| {
-            *out = (pieces.iter().fold(0, |x, &p| x | word(block, p)) ^ flip).to_le_bytes();
-        }),
+/// [`Packing::pack_panel`], which moves bits and computes nothing: levels differ in how many at once.
+struct PackPanel<'a> {
+    packing: &'a Packing,
+    rows: &'a [&'a [u8]],
+    panel: &'a mut [u8],
+}
+
+impl Kernel for PackPanel<'_> {
+    #[inline(always)]
+    fn run<S: Simd>(self, s: S) {
+        let PackPanel { packing, rows, panel } = self;
+        let size = packing.block_bytes;
+        assert!(rows.len() <= LANES && rows.iter().all(|row| row.len() * LANES == panel.len()), "rows of the panel");
+        // [MAX_WORDS, LANES]
+        let mut words = [[0i32; LANES]; MAX_WORDS];
+        for (i, out) in panel.chunks_exact_mut(size * LANES).enumerate() {
+            for (lane, row) in rows.iter().enumerate() {
+                packing.take_words(&row[i * size..][..size], lane, &mut words);
+            }
+            for Gather { to, stride, is_word, flip, pieces } in &packing.gathers {
+                let mut sum = s.splat_i(*flip as i32);
+                for &Piece { from, left, mask } in &packing.pieces[pieces.clone()] {
+                    // SAFETY: a word is 16 lanes.
+                    let word = unsafe { s.load_i(words[from].as_ptr()) };
+                    let moved = if left < 0 { s.shr_i(word, left.unsigned_abs()) } else { s.shl_i(word, left as u32) };
+                    sum = s.xor_i(sum, s.and_i(moved, s.splat_i(mask as i32)));
+                }
+                let out = &mut out[*to..];
+                if *is_word && rows.len() == LANES {
+                    // SAFETY: it has four bytes for each lane.
+                    unsafe { s.store_i(out[..4 * LANES].as_mut_ptr().cast(), sum) };
+                    continue;
+                }
+                let mut lanes = [0i32; LANES];
+                // SAFETY: there are 16 lanes.
+                unsafe { s.store_i(lanes.as_mut_ptr(), sum) };
+                let lanes = lanes.iter().take(rows.len());
+                if *is_word {
+                    out.as_chunks_mut().0.iter_mut().zip(lanes).for_each(|(out, lane)| *out = lane.to_le_bytes());
+                } else {
+                    out.iter_mut().step_by(*stride).zip(lanes).for_each(|(out, lane)| *out = *lane as u8);
+                }
+            }
+        }
     }
 }
 

@@ -63,6 +63,8 @@ pub(crate) trait Simd: Copy {
     fn lanes(self, a: Self::F) -> [f32; LANES];
 
     fn splat_i(self, x: i32) -> Self::I;
+    unsafe fn load_i(self, p: *const i32) -> Self::I;
+    unsafe fn store_i(self, p: *mut i32, x: Self::I);
     /// 16 bytes, zero-extended.
     unsafe fn load_u8(self, p: *const u8) -> Self::I;
     /// 16 bytes, sign-extended.
@@ -72,6 +74,7 @@ pub(crate) trait Simd: Copy {
     fn add_i(self, a: Self::I, b: Self::I) -> Self::I;
     fn and_i(self, a: Self::I, b: Self::I) -> Self::I;
     fn or_i(self, a: Self::I, b: Self::I) -> Self::I;
+    fn xor_i(self, a: Self::I, b: Self::I) -> Self::I;
     fn shl_i(self, a: Self::I, n: u32) -> Self::I;
     /// Logical shift.
     fn shr_i(self, a: Self::I, n: u32) -> Self::I;

@@ -133,6 +133,16 @@ impl Simd for Scalar {
         [x; LANES]
     }
     #[inline(always)]
+    unsafe fn load_i(self, p: *const i32) -> Self::I {
+        // SAFETY: the caller vouches for 16 elements.
+        unsafe { p.cast::<[i32; LANES]>().read_unaligned() }
+    }
+    #[inline(always)]
+    unsafe fn store_i(self, p: *mut i32, x: Self::I) {
+        // SAFETY: the caller vouches for 16 elements.
+        unsafe { p.cast::<[i32; LANES]>().write_unaligned(x) }
+    }
+    #[inline(always)]
     unsafe fn load_u8(self, p: *const u8) -> Self::I {
         // SAFETY: the caller vouches for 16 bytes.
         let x = unsafe { p.cast::<[u8; LANES]>().read_unaligned() };
@@ -161,6 +171,10 @@ impl Simd for Scalar {
     #[inline(always)]
     fn or_i(self, a: Self::I, b: Self::I) -> Self::I {
         each!(i => a[i] | b[i])
+    }
+    #[inline(always)]
+    fn xor_i(self, a: Self::I, b: Self::I) -> Self::I {
+        each!(i => a[i] ^ b[i])
     }
     #[inline(always)]
     fn shl_i(self, a: Self::I, n: u32) -> Self::I {

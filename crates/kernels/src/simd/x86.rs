@@ -183,6 +183,17 @@ impl<const VNNI: bool> Simd for Avx2<VNNI> {
         op!([_mm256_set1_epi32(x); 2])
     }
     #[inline(always)]
+    unsafe fn load_i(self, p: *const i32) -> Self::I {
+        mem!([_mm256_loadu_si256(p.cast()), _mm256_loadu_si256(p.add(8).cast())])
+    }
+    #[inline(always)]
+    unsafe fn store_i(self, p: *mut i32, x: Self::I) {
+        mem!({
+            _mm256_storeu_si256(p.cast(), x[0]);
+            _mm256_storeu_si256(p.add(8).cast(), x[1]);
+        })
+    }
+    #[inline(always)]
     unsafe fn load_u8(self, p: *const u8) -> Self::I {
         mem!([_mm256_cvtepu8_epi32(_mm_loadl_epi64(p.cast())), _mm256_cvtepu8_epi32(_mm_loadl_epi64(p.add(8).cast()))])
     }
@@ -210,6 +221,10 @@ impl<const VNNI: bool> Simd for Avx2<VNNI> {
     #[inline(always)]
     fn or_i(self, a: Self::I, b: Self::I) -> Self::I {
         two!(_mm256_or_si256(a, b))
+    }
+    #[inline(always)]
+    fn xor_i(self, a: Self::I, b: Self::I) -> Self::I {
+        two!(_mm256_xor_si256(a, b))
     }
     #[inline(always)]
     fn shl_i(self, a: Self::I, n: u32) -> Self::I {
@@ -417,6 +432,14 @@ impl<const VNNI: bool> Simd for Avx512<VNNI> {
         op!(_mm512_set1_epi32(x))
     }
     #[inline(always)]
+    unsafe fn load_i(self, p: *const i32) -> Self::I {
+        mem!(_mm512_loadu_epi32(p))
+    }
+    #[inline(always)]
+    unsafe fn store_i(self, p: *mut i32, x: Self::I) {
+        mem!(_mm512_storeu_epi32(p, x))
+    }
+    #[inline(always)]
     unsafe fn load_u8(self, p: *const u8) -> Self::I {
         mem!(_mm512_cvtepu8_epi32(_mm_loadu_si128(p.cast())))
     }
@@ -439,6 +462,10 @@ impl<const VNNI: bool> Simd for Avx512<VNNI> {
     #[inline(always)]
     fn or_i(self, a: Self::I, b: Self::I) -> Self::I {
         op!(_mm512_or_si512(a, b))
+    }
+    #[inline(always)]
+    fn xor_i(self, a: Self::I, b: Self::I) -> Self::I {
+        op!(_mm512_xor_si512(a, b))
     }
     #[inline(always)]
     fn shl_i(self, a: Self::I, n: u32) -> Self::I {
