@@ -21,7 +21,8 @@ pub struct LoadArgs {
     /// How keys and values are kept: f32, f16 or q8_0
     #[arg(long, value_name = "KIND", default_value = "f16")]
     pub kv: KvType,
-    /// Instructions: scalar, avx2 or avx512 [default: the best of this processor]
+    /// Instructions: scalar, avx2 or avx512 [default: the best of this processor; the environment variable PUNA_ISA
+    /// lowers it]
     #[arg(long)]
     isa: Option<Isa>,
     /// Rearrange weights while loading (auto), or use them as the file stores them (no)
