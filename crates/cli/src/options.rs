@@ -13,6 +13,7 @@ use std::path::PathBuf;
 
 /// How a model is loaded. Nothing here but `--kv` and `--quantize` changes what it says.
 #[derive(Args, Clone, Debug)]
+#[command(next_help_heading = "Model")]
 pub struct LoadArgs {
     /// Threads [default: physical cores]
     #[arg(long, short = 't', value_name = "N", value_parser = clap::value_parser!(u16).range(1..))]
@@ -20,7 +21,8 @@ pub struct LoadArgs {
     /// How keys and values are kept: f32, f16 or q8_0
     #[arg(long, value_name = "KIND", default_value = "f16")]
     pub kv: KvType,
-    /// Instructions: scalar, avx2 or avx512 [default: the best of this processor]
+    /// Instructions: scalar, avx2 or avx512 [default: the best of this processor; the environment variable PUNA_ISA
+    /// lowers it]
     #[arg(long)]
     isa: Option<Isa>,
     /// Rearrange weights while loading (auto), or use them as the file stores them (no)
@@ -80,6 +82,7 @@ fn size(text: &str) -> Result<u64, String> {
 
 /// How a model is run.
 #[derive(Args, Clone, Debug)]
+#[command(next_help_heading = "Model")]
 pub struct RunOptions {
     /// Positions of a sequence, prompt and answer together [default: the model's own, at most 8192]
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..))]
@@ -102,6 +105,7 @@ impl RunOptions {
 
 /// Whether guesses are verified together. Changes how fast answers come, and nothing else.
 #[derive(Args, Clone, Debug, Default)]
+#[command(next_help_heading = "Guessing ahead")]
 pub struct DraftArgs {
     /// Guess the next tokens and verify them together: ngram guesses that the text says again what it said before, a model
     /// of the same vocabulary says what it would say. Answers stay the same
@@ -133,6 +137,7 @@ pub fn print_notices(notices: &[String]) {
 
 /// What answers must be.
 #[derive(Args, Clone, Debug, Default)]
+#[command(next_help_heading = "Form of answers")]
 pub struct GrammarOptions {
     /// Answers are JSON that is valid under the JSON Schema in this file
     #[arg(long, value_name = "FILE", conflicts_with = "grammar")]

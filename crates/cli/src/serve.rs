@@ -52,14 +52,14 @@ pub struct ServeArgs {
     /// Measure what memory gives at best, so that timings tell their part of it
     #[arg(long)]
     profile: bool,
-    #[command(flatten)]
-    limits: LimitArgs,
     /// How to write the log, on standard error
     #[arg(long, value_enum, default_value = "text")]
     log_format: LogFormat,
     /// What to write of it: error, warn, info, debug or off
     #[arg(long, value_name = "LEVEL", default_value = "info")]
     log_level: tracing::level_filters::LevelFilter,
+    #[command(flatten)]
+    limits: LimitArgs,
     #[command(flatten)]
     draft: DraftArgs,
     #[command(flatten)]

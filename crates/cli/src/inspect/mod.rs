@@ -35,7 +35,7 @@ pub struct InspectArgs {
     /// Positions that one sequence may have, for the memory that takes [default: the model's context, 4096 at most]
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u64).range(1..))]
     ctx: Option<u64>,
-    /// How keys and values are kept: f32 or f16
+    /// How keys and values are kept: f32, f16 or q8_0
     #[arg(long, default_value = "f16")]
     kv: KvType,
     /// List every tensor, not only the first of the layers that are alike
