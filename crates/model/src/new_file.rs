@@ -1,6 +1,7 @@
 //! Files that get their name when they are whole.
 
 use crate::error::{Error, escape};
+use std::error::Error as _;
 use std::fs;
 use std::io::{self, Write};
 use std::path::{Path, PathBuf};
@@ -89,9 +90,38 @@ pub(crate) fn reason(e: &io::Error) -> String {
         io::ErrorKind::PermissionDenied => "permission denied".into(),
         io::ErrorKind::StorageFull => "no space is left on the disk".into(),
         io::ErrorKind::AlreadyExists => "there is a file of this name already".into(),
-        _ => match e.raw_os_error() {
-            Some(code) => io::Error::from_raw_os_error(code).to_string(),
-            None => escape(&e.to_string()).to_string(),
+        _ => match (e.raw_os_error(), e.source().and_then(|inner| inner.downcast_ref())) {
+            (Some(code), _) => io::Error::from_raw_os_error(code).to_string(),
+            // The name was put around it.
+            (None, Some(inner)) => reason(inner),
+            (None, None) => escape(&e.to_string()).to_string(),
         },
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    #![allow(clippy::unwrap_used)]
+
+    use super::*;
+
+    /// What the system says has no names of files that were never asked for, whatever it is.
+    #[test]
+    fn errors_do_not_tell_of_the_file_in_the_making() {
+        let dir = tempfile::tempdir().unwrap();
+        fs::write(dir.path().join("file"), b"x").unwrap();
+        let mut folders = vec!["none".to_owned(), "file".into(), "x".repeat(300)];
+        #[cfg(unix)]
+        {
+            std::os::unix::fs::symlink("loop", dir.path().join("loop")).unwrap();
+            folders.push("loop".into());
+        }
+        for folder in folders {
+            let Err(Error::Write { what, .. }) = NewFile::create(&dir.path().join(&folder).join("new"), true) else {
+                panic!("{folder} is a folder");
+            };
+            let names = [".puna-", ".part", dir.path().to_str().unwrap()];
+            assert!(!what.is_empty() && !names.iter().any(|name| what.contains(name)), "{folder}: {what}");
+        }
     }
 }
