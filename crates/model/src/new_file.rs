@@ -1,7 +1,6 @@
 //! Files that get their name when they are whole.
 
 use crate::error::{Error, escape};
-use std::error::Error as _;
 use std::fs;
 use std::io::{self, Write};
 use std::path::{Path, PathBuf};
@@ -90,11 +89,10 @@ pub(crate) fn reason(e: &io::Error) -> String {
         io::ErrorKind::PermissionDenied => "permission denied".into(),
         io::ErrorKind::StorageFull => "no space is left on the disk".into(),
         io::ErrorKind::AlreadyExists => "there is a file of this name already".into(),
-        _ => match (e.raw_os_error(), e.source().and_then(|inner| inner.downcast_ref())) {
-            (Some(code), _) => io::Error::from_raw_os_error(code).to_string(),
-            // The name was put around it.
-            (None, Some(inner)) => reason(inner),
-            (None, None) => escape(&e.to_string()).to_string(),
+        _ => match e.raw_os_error() {
+            Some(code) => io::Error::from_raw_os_error(code).to_string(),
+            // `tempfile` puts the name behind what the system says.
+            None => escape(e.to_string().split(" at path ").next().unwrap_or_default()).to_string(),
         },
     }
 }
