@@ -80,8 +80,7 @@ impl Model {
     pub fn place(&self, n: usize) -> Result<Place, ApiError> {
         self.room.take(n).map_err(|full| match full {
             Full::Never { most } => {
-                let what = format!("the request asks for {n} answers at once; the server takes at most {most}");
-                ApiError::new(Kind::Invalid, what)
+                ApiError::invalid("n", format!("{n} answers at once (prompts times n), the server takes at most {most}"))
             }
             Full::Later(wait) => {
                 let what = format!("{}: too many requests wait already; try again later", self.id);
