@@ -91,7 +91,35 @@ pub(crate) fn reason(e: &io::Error) -> String {
         io::ErrorKind::AlreadyExists => "there is a file of this name already".into(),
         _ => match e.raw_os_error() {
             Some(code) => io::Error::from_raw_os_error(code).to_string(),
-            None => escape(&e.to_string()).to_string(),
+            // `tempfile` puts the name behind what the system says.
+            None => escape(e.to_string().split(" at path ").next().unwrap_or_default()).to_string(),
         },
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    #![allow(clippy::unwrap_used)]
+
+    use super::*;
+
+    /// What the system says has no names of files that were never asked for, whatever it is.
+    #[test]
+    fn errors_do_not_tell_of_the_file_in_the_making() {
+        let dir = tempfile::tempdir().unwrap();
+        fs::write(dir.path().join("file"), b"x").unwrap();
+        let mut folders = vec!["none".to_owned(), "file".into(), "x".repeat(300)];
+        #[cfg(unix)]
+        {
+            std::os::unix::fs::symlink("loop", dir.path().join("loop")).unwrap();
+            folders.push("loop".into());
+        }
+        for folder in folders {
+            let Err(Error::Write { what, .. }) = NewFile::create(&dir.path().join(&folder).join("new"), true) else {
+                panic!("{folder} is a folder");
+            };
+            let names = [".puna-", ".part", dir.path().to_str().unwrap()];
+            assert!(!what.is_empty() && !names.iter().any(|name| what.contains(name)), "{folder}: {what}");
+        }
     }
 }
