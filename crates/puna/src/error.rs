@@ -157,7 +157,7 @@ pub enum Error {
         what: String,
     },
     /// A JSON Schema that cannot be enforced.
-    #[error("the schema cannot be enforced: `{keyword}` at {}: {problem}", if at.is_empty() { "its root" } else { at.as_str() })]
+    #[error("the schema cannot be enforced: {}: {problem}", if at.is_empty() { "its root".into() } else { format!("`{keyword}` at {at}") })]
     Schema {
         /// The keyword at fault.
         keyword: String,

@@ -241,14 +241,21 @@ fn check_len(kind: &'static str, text: &str) -> Result<(), Error> {
     Ok(())
 }
 
-/// The first line that says something, without what follows a panic.
+/// The first line that says something, without what follows a panic; and what is wrong with an expression, which follows
+/// a drawing of it.
 fn first_line(text: &str) -> String {
     const MAX_LEN: usize = 300;
-    let line = text.lines().map(str::trim).find(|line| !line.is_empty()).unwrap_or("unknown cause");
-    match line.char_indices().nth(MAX_LEN) {
+    let mut lines = text.lines().map(str::trim).filter(|line| !line.is_empty());
+    let line = lines.next().unwrap_or("unknown cause");
+    let mut said = match line.char_indices().nth(MAX_LEN) {
         Some((end, _)) => format!("{}..", &line[..end]),
         None => line.to_owned(),
+    };
+    if line.ends_with("regex parse error:") {
+        let reason = lines.filter_map(|line| line.strip_prefix("error: ")).next_back();
+        reason.into_iter().for_each(|reason| said += &format!(" {reason}"));
     }
+    said
 }
 
 #[cfg(test)]

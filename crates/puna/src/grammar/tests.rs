@@ -346,6 +346,20 @@ fn hostile_grammars_end_in_errors() {
         let text = error.to_string();
         assert!(!text.contains('\n') && text.len() < 1000, "{name}: {text}");
     }
+    // What the library has to say about an expression comes last, below a drawing of it.
+    for (compile, reason) in [
+        (schema(json!({ "type": "string", "pattern": "^(?=a)b$" })), "look-around"),
+        (
+            schema(json!({ "type": "object", "properties": { "x": { "type": "string", "pattern": "(a)\\1" } } })),
+            "backreferences",
+        ),
+        (regex("a(?!b)".into()), "look-around"),
+        (lark("start: /[b-a]/".into()), "invalid character class range"),
+        (regex(format!("{}(", "a".repeat(1000))), "unclosed group"),
+    ] {
+        let text = compile().err().unwrap().to_string();
+        assert!(text.contains(reason) && !text.contains('\n'), "{text}");
+    }
     // These may be fine; they must come to an end, and so must their masks.
     let odd: Vec<(&str, Compile)> = vec![
         ("references", schema(json!({ "$ref": "#/$defs/d0", "$defs": chain }))),
