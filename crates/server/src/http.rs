@@ -3,7 +3,8 @@
 use crate::app::App;
 use crate::openai::{ApiError, Kind};
 use axum::body::{Body, Bytes};
-use axum::extract::{Request, State};
+use axum::extract::{FromRequestParts, Path, Request, State};
+use axum::http::request::Parts;
 use axum::http::{HeaderName, HeaderValue, Method, StatusCode, header};
 use axum::middleware::Next;
 use axum::response::{IntoResponse, Response};
@@ -13,6 +14,21 @@ use serde_json::Value;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 use tokio::sync::{OwnedSemaphorePermit, Semaphore};
+
+/// A name in a path, its escapes resolved.
+pub(crate) struct PathName(pub String);
+
+impl<S: Send + Sync> FromRequestParts<S> for PathName {
+    type Rejection = ApiError;
+
+    async fn from_request_parts(parts: &mut Parts, state: &S) -> Result<PathName, ApiError> {
+        let wrong = |_| {
+            let what = "the path is no UTF-8 when its escapes are resolved";
+            ApiError::new(Kind::Invalid, what).code("invalid_path")
+        };
+        Path::from_request_parts(parts, state).await.map(|Path(name)| PathName(name)).map_err(wrong)
+    }
+}
 
 /// A body, and the place that it takes among all that are being read.
 pub(crate) struct Guarded {
@@ -106,6 +122,7 @@ impl IntoResponse for ApiError {
             // The same request would fail again.
             Kind::Server | Kind::Timeout => set("x-should-retry", "false"),
             Kind::Authentication => set("www-authenticate", "Bearer"),
+            Kind::Encoding => set("accept-encoding", "identity"),
             _ => {}
         }
         response
@@ -160,6 +177,19 @@ pub(crate) async fn authorize(State(app): State<Arc<App>>, request: Request, nex
         None => {
             let what = "an API key is needed: send the header Authorization: Bearer KEY";
             ApiError::new(Kind::Authentication, what).code("missing_api_key").into_response()
+        }
+    }
+}
+
+/// Refuses bodies that are compressed: how much of them there will be, what was sent does not tell.
+pub(crate) async fn uncompressed(request: Request, next: Next) -> Response {
+    let encodings = request.headers().get_all(header::CONTENT_ENCODING);
+    match encodings.iter().find(|encoding| !encoding.as_bytes().eq_ignore_ascii_case(b"identity")) {
+        None => next.run(request).await,
+        Some(encoding) => {
+            let name: String = String::from_utf8_lossy(encoding.as_bytes()).chars().take(40).collect();
+            let what = format!("the content encoding {name:?} is not supported: send the body as it is");
+            ApiError::new(Kind::Encoding, what).code("unsupported_encoding").into_response()
         }
     }
 }

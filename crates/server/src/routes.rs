@@ -2,7 +2,7 @@
 
 use crate::answering::answer;
 use crate::app::App;
-use crate::http::{self, Guarded, RequestName, blocking, json};
+use crate::http::{self, Guarded, PathName, RequestName, blocking, json};
 use crate::openai::chat::ChatRequest;
 use crate::openai::completions::CompletionRequest;
 use crate::openai::embeddings::EmbeddingRequest;
@@ -11,7 +11,7 @@ use crate::openai::tokens::{self, DetokenizeRequest, TemplateRequest, TokenizeRe
 use crate::openai::{ApiError, Card, Kind};
 use axum::Router;
 use axum::body::Body;
-use axum::extract::{Path, State};
+use axum::extract::State;
 use axum::http::{Extensions, StatusCode};
 use axum::response::Response;
 use axum::routing::{MethodRouter, get, post};
@@ -111,7 +111,7 @@ async fn models(State(app): Shared) -> Answer {
     Ok(json(StatusCode::OK, &object!({ "object": "list", "data": data })))
 }
 
-async fn model(State(app): Shared, Path(id): Path<String>) -> Answer {
+async fn model(State(app): Shared, PathName(id): PathName) -> Answer {
     Ok(json(StatusCode::OK, &app.models.find(&id)?.card()?.listed()))
 }
 
@@ -126,14 +126,14 @@ fn allow_uploads(app: &App) -> Result<(), ApiError> {
     app.uploads.then_some(()).ok_or_else(off)
 }
 
-async fn upload(State(app): Shared, Path(name): Path<String>, body: Body) -> Answer {
+async fn upload(State(app): Shared, PathName(name): PathName, body: Body) -> Answer {
     allow_uploads(&app)?;
     let body = app.read(body).await?;
     let value = blocking(move || app.vectors.upload(&name, body.into_bytes())).await?;
     Ok(json(StatusCode::OK, &value))
 }
 
-async fn remove(State(app): Shared, Path(name): Path<String>) -> Answer {
+async fn remove(State(app): Shared, PathName(name): PathName) -> Answer {
     allow_uploads(&app)?;
     app.vectors.remove(&name)?;
     Ok(json(StatusCode::OK, &object!({ "id": name, "object": "control_vector", "deleted": true })))
@@ -144,11 +144,11 @@ async fn prefixes(State(app): Shared) -> Answer {
     Ok(json(StatusCode::OK, &object!({ "object": "list", "data": data })))
 }
 
-async fn prefix(State(app): Shared, Path(name): Path<String>) -> Answer {
+async fn prefix(State(app): Shared, PathName(name): PathName) -> Answer {
     Ok(json(StatusCode::OK, &app.prefixes()?.find(&name, app.cards()).await?))
 }
 
-async fn keep_prefix(State(app): Shared, Path(id): Path<String>, extensions: Extensions, body: Body) -> Answer {
+async fn keep_prefix(State(app): Shared, PathName(id): PathName, extensions: Extensions, body: Body) -> Answer {
     let prefixes = app.prefixes()?;
     prefixes.file(&id)?;
     let body = app.read(body).await?;
@@ -165,7 +165,7 @@ async fn keep_prefix(State(app): Shared, Path(id): Path<String>, extensions: Ext
     Ok(json(StatusCode::OK, &prefixes.find(&id, app.cards()).await?))
 }
 
-async fn remove_prefix(State(app): Shared, Path(name): Path<String>) -> Answer {
+async fn remove_prefix(State(app): Shared, PathName(name): PathName) -> Answer {
     app.prefixes()?.remove(&name).await?;
     Ok(json(StatusCode::OK, &object!({ "id": name, "object": "prefix", "deleted": true })))
 }

@@ -4,13 +4,13 @@ use crate::app::App;
 use crate::browser::{Browsers, guard};
 use crate::connections::{Connections, Place};
 use crate::error::Error;
-use crate::http::{authorize, panicked, watch};
+use crate::http::{authorize, panicked, uncompressed, watch};
 use crate::options::Options;
 use crate::routes::router;
 use axum::Router;
 use axum::body::Body;
 use axum::http::{HeaderName, HeaderValue, Method, Request, header};
-use axum::middleware::from_fn_with_state;
+use axum::middleware::{from_fn, from_fn_with_state};
 use hyper::body::Incoming;
 use hyper::server::conn::http1;
 use hyper::service::{Service, service_fn};
@@ -54,6 +54,7 @@ impl Server {
         let (sender, failed) = mpsc::channel(1);
         let app = Arc::new(App::start(options, sender)?);
         let router = router(app.clone())
+            .layer(from_fn(uncompressed))
             .layer(from_fn_with_state(app.clone(), authorize))
             .layer(CatchPanicLayer::custom(panicked));
         let router = match Browsers::new(options).map(Arc::new) {

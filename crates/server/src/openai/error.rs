@@ -20,6 +20,8 @@ pub enum Kind {
     Timeout,
     /// The body is too large: 413.
     TooLarge,
+    /// The body is compressed: 415.
+    Encoding,
     /// Too many requests wait already: 429.
     RateLimit,
     /// The server cannot go on with it: 500.
@@ -39,6 +41,7 @@ impl Kind {
             Kind::Method => 405,
             Kind::Timeout => 408,
             Kind::TooLarge => 413,
+            Kind::Encoding => 415,
             Kind::RateLimit => 429,
             Kind::Server => 500,
             Kind::Unavailable => 503,
@@ -47,7 +50,7 @@ impl Kind {
 
     fn name(self) -> &'static str {
         match self {
-            Kind::Invalid | Kind::Method | Kind::TooLarge => "invalid_request_error",
+            Kind::Invalid | Kind::Method | Kind::TooLarge | Kind::Encoding => "invalid_request_error",
             Kind::Authentication => "authentication_error",
             Kind::Forbidden => "permission_error",
             Kind::NotFound => "not_found_error",
