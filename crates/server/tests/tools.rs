@@ -69,6 +69,72 @@ fn tools_are_called_when_they_must_be() {
     }
 }
 
+#[test]
+fn several_calls_are_told_apart_by_their_index() {
+    let server = Running::start(support::options(2048));
+    let mut several = 0;
+    for seed in 0..8 {
+        let fields = with(with_tools(json!("required")), json!({ "seed": seed, "max_tokens": 600 }));
+        let whole = server.chat(fields.clone())["choices"][0].clone();
+        let calls = whole["message"]["tool_calls"].as_array().unwrap();
+        if whole["finish_reason"] == "tool_calls" {
+            calls.iter().for_each(|call| check_call(call, &["weather", "climate"]));
+        }
+        // Put together as guidellm and Open WebUI do it: what has the same index is one call, and strings are joined.
+        let chunks = server.post(PATH, &chat(with(fields, json!({ "stream": true })))).events();
+        let (mut joined, mut ids) = (Vec::<(String, String)>::new(), Vec::new());
+        for piece in chunks.iter().flat_map(|c| c["choices"][0]["delta"]["tool_calls"].as_array().into_iter().flatten())
+        {
+            let index = piece["index"].as_u64().unwrap() as usize;
+            if index == joined.len() {
+                assert_eq!(piece["type"], "function");
+                ids.push(piece["id"].as_str().unwrap().to_owned());
+                joined.push((String::new(), String::new()));
+            } else {
+                assert!(
+                    index + 1 == joined.len() && piece.get("id").is_none() && piece.get("type").is_none(),
+                    "{piece}"
+                );
+            }
+            joined[index].0 += piece["function"]["name"].as_str().unwrap_or("");
+            joined[index].1 += piece["function"]["arguments"].as_str().unwrap();
+        }
+        let of = |call: &Value| ["name", "arguments"].map(|name| call["function"][name].as_str().unwrap().to_owned());
+        let expected: Vec<(String, String)> = calls.iter().map(of).map(|[name, arguments]| (name, arguments)).collect();
+        assert_eq!(joined, expected);
+        ids.sort_unstable();
+        ids.dedup();
+        assert_eq!(ids.len(), calls.len(), "an id is there twice");
+        several += usize::from(calls.len() > 1);
+    }
+    assert!(several > 0, "no answer has several calls");
+}
+
+#[test]
+fn a_call_that_is_cut_is_none_to_be_made() {
+    let server = Running::start(support::options(1024));
+    let fields = with(with_tools(json!("required")), json!({ "parallel_tool_calls": false }));
+    let whole = server.chat(fields.clone())["choices"][0]["message"]["tool_calls"][0]["function"].clone();
+    let arguments: Vec<char> = whole["arguments"].as_str().unwrap().chars().collect();
+    let (mut cut, mut kept) = (0, 0);
+    for at in 0..arguments.len() - 1 {
+        let stop: String = arguments[at..at + 2].iter().collect();
+        let fields = with(fields.clone(), json!({ "stop": stop }));
+        let choice = server.chat(fields.clone())["choices"][0].clone();
+        let chunks = server.post(PATH, &chat(with(fields, json!({ "stream": true })))).events();
+        assert_eq!(chunks.last().unwrap()["choices"][0]["finish_reason"], choice["finish_reason"], "{stop:?}");
+        let calls = choice["message"]["tool_calls"].as_array().into_iter().flatten();
+        let is_whole =
+            |call: &Value| serde_json::from_str::<Value>(call["function"]["arguments"].as_str().unwrap()).is_ok();
+        let whole: Vec<bool> = calls.map(is_whole).collect();
+        let expected = if whole == [true] { "tool_calls" } else { "stop" };
+        assert_eq!(choice["finish_reason"], expected, "{stop:?}: {choice}");
+        cut += usize::from(whole == [false]);
+        kept += usize::from(whole == [true]);
+    }
+    assert!(cut > 3, "{cut} are cut, {kept} are whole");
+}
+
 /// What a stream says, put together: null where no piece has content.
 fn streamed(server: &Running, fields: &Value) -> Value {
     let chunks = server.post(PATH, &chat(with(fields.clone(), json!({ "stream": true })))).events();
