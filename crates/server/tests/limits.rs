@@ -202,7 +202,8 @@ fn too_many_are_told_to_come_again() {
     assert!(reply.header("retry-after-ms").unwrap().parse::<u64>().unwrap() >= 1);
     assert_eq!(reply.header("x-should-retry"), Some("true"));
     // What can never be taken is not told to come again.
-    assert_eq!(server.post(CHAT, &chat(json!({ "n": 3 }))).status, 400);
+    let reply = server.post(CHAT, &chat(json!({ "n": 3 })));
+    assert_eq!((reply.status, &reply.error()["param"]), (400, &json!("n")));
     drop(held);
     server.wait_idle(Duration::from_secs(5));
     server.chat(json!({ "n": 2 }));
