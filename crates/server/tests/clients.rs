@@ -5,7 +5,8 @@
 mod support;
 
 use serde_json::{Value, json};
-use support::{Running, chat, model, options, with};
+use std::time::{Duration, Instant};
+use support::{Running, begin, chat, model, options, read_chunk, read_head, send, with};
 
 const PATH: &str = "/v1/chat/completions";
 
@@ -31,7 +32,7 @@ fn while_a_model_is_loaded_clients_are_told_to_wait() {
     }
     assert!(list.json()["data"].as_array().unwrap().len() < 60);
     while server.get("/health").status != 200 {
-        std::thread::sleep(std::time::Duration::from_millis(5));
+        std::thread::sleep(Duration::from_millis(5));
     }
     assert_eq!(server.post(PATH, &body).json()["model"], "m59");
 }
@@ -132,4 +133,130 @@ fn metrics_have_what_gateways_parse() {
     for old in ["vllm:gpu_", "vllm:num_requests_swapped"] {
         assert!(!text.contains(old), "{old}");
     }
+}
+
+/// The lines of a family of metrics, without its name, and the family's type.
+fn family<'a>(text: &'a str, name: &str) -> (Vec<&'a str>, &'a str) {
+    let head = format!("# TYPE {name} ");
+    let kind = text.lines().find_map(|line| line.strip_prefix(&head)).unwrap_or_else(|| panic!("no family {name}"));
+    let series = text.lines().filter_map(|line| line.strip_prefix(name).filter(|rest| rest.starts_with('{')));
+    (series.collect(), kind)
+}
+
+#[test]
+fn gauges_say_what_runs_and_what_waits() {
+    let mut options = options(100_000);
+    options.engine.max_running = 1;
+    let server = Running::start(options);
+    let body = chat(json!({ "max_tokens": 100_000, "stream": true })).to_string();
+    let mut stream = begin(server.address, "POST", PATH, &[], body.as_bytes());
+    assert!(read_head(&mut stream).0 == 200 && read_chunk(&mut stream, &mut Vec::new()));
+    let second = begin(server.address, "POST", PATH, &[], body.as_bytes());
+    let start = Instant::now();
+    while server.metric("vllm:num_requests_waiting") != 1.0 {
+        assert!(start.elapsed() < Duration::from_secs(60), "nothing waits");
+    }
+    assert_eq!(server.metric("vllm:num_requests_running"), 1.0);
+    // A part of the whole, and no percentage: it is little of the 64 MiB.
+    let usage = server.metric("vllm:kv_cache_usage_perc");
+    assert!(usage > 0.0 && usage < 0.5, "{usage}");
+    let text = server.get("/metrics").text();
+    for name in ["num_requests_waiting", "num_requests_running", "kv_cache_usage_perc", "cache_config_info"] {
+        assert_eq!(family(&text, &format!("vllm:{name}")).1, "gauge");
+    }
+    drop((stream, second));
+    server.wait_idle(Duration::from_secs(60));
+}
+
+#[test]
+fn counters_count_tokens() {
+    let mut options = options(256);
+    // The model guesses for itself: always right.
+    let by = puna::DraftBy::Model(model(support::MODEL));
+    options.engine.draft = Some(puna::DraftOptions { by, max: 3, adaptive: false });
+    let server = Running::start(options);
+    let body = json!({ "messages": [{ "role": "user", "content": "words ".repeat(20) }] });
+    let usages = [server.chat(body.clone())["usage"].clone(), server.chat(body)["usage"].clone()];
+    let prompt = usages[0]["prompt_tokens"].as_f64().unwrap();
+    let cached = usages[1]["prompt_tokens_details"]["cached_tokens"].as_f64().unwrap();
+    assert!(cached >= 32.0 && usages[0]["prompt_tokens_details"]["cached_tokens"] == 0);
+    for (name, expected) in [
+        ("vllm:prompt_tokens_total", 2.0 * prompt),
+        ("vllm:generation_tokens_total", 16.0),
+        ("vllm:prefix_cache_queries_total", 2.0 * prompt),
+        ("vllm:prefix_cache_hits_total", cached),
+        ("vllm:num_preemptions_total", 0.0),
+        ("vllm:request_prompt_tokens_sum", 2.0 * prompt),
+        ("vllm:request_generation_tokens_sum", 16.0),
+        ("vllm:request_params_max_tokens_sum", 16.0),
+        ("vllm:request_params_n_sum", 2.0),
+        ("vllm:e2e_request_latency_seconds_count", 2.0),
+    ] {
+        assert_eq!(server.metric(name), expected, "{name}");
+    }
+    let text = server.get("/metrics").text();
+    let (drafts, guessed) = ("vllm:spec_decode_num_drafts_total", "vllm:spec_decode_num_draft_tokens_total");
+    let accepted = server.metric("vllm:spec_decode_num_accepted_tokens_total");
+    assert!(server.metric(drafts) > 0.0 && accepted > 0.0 && accepted <= server.metric(guessed));
+    let (places, kind) = family(&text, "vllm:spec_decode_num_accepted_tokens_per_pos_total");
+    assert!(kind == "counter" && places[0].contains("position=\"0\""), "{places:?}");
+    let numbers = places.iter().map(|place| place.rsplit(' ').next().unwrap().parse::<f64>().unwrap());
+    assert_eq!(numbers.sum::<f64>(), accepted);
+    for name in ["time_to_first_token_seconds", "inter_token_latency_seconds", "iteration_tokens_total"] {
+        assert_eq!(family(&text, &format!("vllm:{name}")).1, "histogram");
+    }
+    for name in ["prompt_tokens_total", "request_success_total", "prefix_cache_hits_total"] {
+        assert_eq!(family(&text, &format!("vllm:{name}")).1, "counter");
+    }
+}
+
+/// All numbers and lists of an answer, wherever they are, are there: clients add them up.
+fn check_no_null(value: &Value, at: &str) {
+    match value {
+        Value::Null => panic!("{at} is null"),
+        Value::Array(list) => list.iter().for_each(|value| check_no_null(value, at)),
+        Value::Object(map) => map.iter().for_each(|(name, value)| check_no_null(value, &format!("{at}.{name}"))),
+        _ => {}
+    }
+}
+
+#[test]
+fn what_is_counted_is_never_null() {
+    let server = Running::small();
+    let options = json!({ "stream": true, "stream_options": { "include_usage": true } });
+    let stream = |path: &str, body: Value| server.post(path, &with(body, options.clone())).events();
+    let (chat_stream, text_stream) =
+        (stream(PATH, chat(json!({}))), stream("/v1/completions", json!({ "prompt": "x", "max_tokens": 3 })));
+    let embedding = server.post("/v1/embeddings", &json!({ "input": "x" })).json();
+    for usage in [
+        &server.chat(json!({ "n": 2 }))["usage"],
+        &server.complete(json!({ "max_tokens": 3 }))["usage"],
+        &chat_stream.last().unwrap()["usage"],
+        &text_stream.last().unwrap()["usage"],
+        &embedding["usage"],
+    ] {
+        assert!(usage["total_tokens"].as_u64() >= usage["prompt_tokens"].as_u64() && usage["prompt_tokens"].is_u64());
+        check_no_null(usage, "usage");
+    }
+    // One chunk has the usage, the one before it ends the answer and has the timings.
+    assert_eq!(chat_stream.iter().filter(|chunk| chunk.get("usage").is_some_and(|u| !u.is_null())).count(), 1);
+    let timings = &chat_stream[chat_stream.len() - 2]["timings"];
+    for name in ["prompt_n", "prompt_ms", "prompt_per_second", "predicted_n", "predicted_ms", "predicted_per_second"] {
+        assert!(timings[name].is_number(), "{name}: {timings}");
+    }
+    // Scores are numbers also of what cannot come.
+    let fields =
+        json!({ "logprobs": true, "top_logprobs": 20, "grammar": "start: \"abc\"", "logit_bias": { "70": -100 } });
+    let scores = server.chat(fields)["choices"][0]["logprobs"]["content"].clone();
+    assert!(!scores.as_array().unwrap().is_empty());
+    check_no_null(&scores, "content");
+}
+
+#[test]
+fn streams_are_named_as_their_clients_name_them() {
+    let server = Running::small();
+    let body = chat(json!({ "stream": true })).to_string();
+    let reply = send(server.address, "POST", PATH, &[("x-request-id", "bench-0-7")], body.as_bytes());
+    assert_eq!(reply.header("x-request-id"), Some("bench-0-7"));
+    assert_eq!(reply.events().len(), 9);
 }
