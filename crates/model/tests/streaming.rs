@@ -126,6 +126,27 @@ fn four_sequences_at_a_time() {
     }
 }
 
+/// A chunk of a prompt reads no expert twice, however few are in memory.
+#[test]
+fn a_chunk_reads_each_expert_once() {
+    for spec in mixtures() {
+        let model = InFile::new(&spec);
+        let all = model.expert_bytes().1;
+        for slots in 2..24 {
+            let mut run = model.with(slots);
+            let seq = run.kv.add();
+            let mut read = 0;
+            for chunk in Rng(slots).tokens(120, spec.vocab_size).chunks(40) {
+                run.feed_chunks(seq, chunk, &[40]);
+                let now = stats(&run).bytes_read;
+                assert!(now - read <= all, "{}, {slots} slots: {} of {all} bytes", spec.arch, now - read);
+                read = now;
+            }
+            assert!(read > all, "{}, {slots} slots: {read} bytes of all", spec.arch);
+        }
+    }
+}
+
 proptest! {
     #![proptest_config(ProptestConfig { cases: 24, failure_persistence: None, ..ProptestConfig::default() })]
 

@@ -389,6 +389,9 @@ impl Engine {
                 events.extend([sequence].into_iter().chain(siblings).map(|mut s| s.finish(FinishReason::Cancelled)));
             }
         }
+        if self.is_idle() {
+            self.watch.rest();
+        }
         events
     }
 
@@ -400,16 +403,20 @@ impl Engine {
     /// one of a file that the experts of a batch's sequences are read from; others go on.
     pub fn step(&mut self) -> Result<&[Event], Error> {
         self.events.clear();
+        if self.is_idle() {
+            self.batch.clear();
+            return Ok(&self.events);
+        }
         self.watch.begin_step(&mut self.running, &self.waiting);
         let mut work = self.schedule();
-        if self.batch.rows.is_empty() && !self.is_idle() && self.give_up_states() {
+        if self.batch.rows.is_empty() && self.give_up_states() {
             work = self.schedule();
         }
         self.watch.set_shares(&self.batch, &mut self.running);
         if self.batch.rows.is_empty() {
             // There is room for one at least, unless the system has no memory for it.
             let out_of_memory = puna_model::Error::OutOfMemory { what: "the KV cache" };
-            return if self.is_idle() { Ok(&self.events) } else { Err(out_of_memory.into()) };
+            return Err(out_of_memory.into());
         }
         let vocab = self.model.config().vocab_size;
         let start = Instant::now();
@@ -418,6 +425,8 @@ impl Engine {
             Ok(logits) => logits,
             Err(e @ (ModelError::Changed { .. } | ModelError::Io { .. } | ModelError::Experts { .. })) => {
                 self.fail_batch(&e);
+                let is_idle = self.is_idle();
+                self.watch.end_step(&self.batch, is_idle);
                 return Ok(&self.events);
             }
             Err(e) => return Err(e.into()),

@@ -92,8 +92,9 @@ pub(crate) struct Inside {
     pub timings: Option<Box<Timings>>,
     pub experts: Option<Box<ExpertCounts>>,
     capture: Option<Capture>,
-    /// Positions whose residuals were handed out, or were not wanted.
-    captured: usize,
+    /// Positions whose residuals were handed out and whose experts were counted, where that is wanted: rows that are
+    /// computed again, since others took their blocks, are not told again.
+    seen: usize,
     /// Its part of the rows of the last step.
     share: f64,
 }
@@ -106,7 +107,7 @@ impl Inside {
             timings: request.timings.then(Box::default),
             experts: request.count_experts.then(|| ExpertCounts::new(config)).flatten().map(Box::new),
             capture: request.capture.take(),
-            captured: 0,
+            seen: 0,
             share: 0.0,
         }
     }
@@ -126,13 +127,13 @@ impl Inside {
     /// was captured and counted is not told again.
     pub fn fork(&mut self, first: &Inside) {
         self.timings.clone_from(&first.timings);
-        (self.captured, self.share) = (first.captured, first.share);
+        (self.seen, self.share) = (first.seen, first.share);
     }
 
     /// Whether all of the first `len` rows but the last have to be computed, wherever they may be found.
     pub fn needs_rows(&self, len: usize) -> bool {
         let all = self.capture.as_ref().is_some_and(|capture| capture.positions != Positions::Last);
-        all && self.captured + 1 < len
+        all && self.seen + 1 < len
     }
 
     /// Whether rows that may not come would be seen: such a sequence has no drafts.
@@ -164,7 +165,7 @@ impl Inside {
             Positions::Prompt => position < prompt,
             Positions::All => true,
         };
-        wanted && position >= self.captured && capture.layers.contains(&layer)
+        wanted && position >= self.seen && capture.layers.contains(&layer)
     }
 }
 
@@ -294,6 +295,11 @@ impl Watch {
         self.is_on = !is_idle;
     }
 
+    /// Nobody is left: until somebody comes nothing is measured.
+    pub fn rest(&mut self) {
+        self.is_on = false;
+    }
+
     /// A tap for a batch, beside the stopwatch for it.
     pub fn tap<'a>(
         &'a mut self,
@@ -301,8 +307,9 @@ impl Watch {
         running: &'a mut [Sequence],
     ) -> (StepTap<'a>, Option<&'a Stopwatch>) {
         let mut wants_all = false;
-        let mut captures = false;
+        let (mut captures, mut counts) = (false, false);
         for s in running.iter() {
+            counts |= s.inside.experts.is_some();
             let Some(capture) = &s.inside.capture else { continue };
             captures = true;
             let last = capture.layers.contains(&(self.n_layers - 1));
@@ -310,7 +317,7 @@ impl Watch {
         }
         let watch = self.watch.as_ref().filter(|_| self.is_on);
         let n_layers = self.n_layers;
-        (StepTap { batch, running, captures, wants_all, n_layers, experts: self.experts.as_mut() }, watch)
+        (StepTap { batch, running, captures, counts, wants_all, n_layers, experts: self.experts.as_mut() }, watch)
     }
 }
 
@@ -352,7 +359,9 @@ impl crate::Engine {
 pub(crate) struct StepTap<'a> {
     batch: &'a Batch,
     running: &'a mut [Sequence],
+    /// Whether somebody wants residuals, and counts of its own.
     captures: bool,
+    counts: bool,
     wants_all: bool,
     n_layers: usize,
     experts: Option<&'a mut ExpertCounts>,
@@ -361,12 +370,12 @@ pub(crate) struct StepTap<'a> {
 impl StepTap<'_> {
     /// The step is computed: what it handed out does not come again.
     pub fn finish(self) {
-        if !self.captures {
+        if !self.captures && !self.counts {
             return;
         }
         for span in &self.batch.spans {
             if let Some(s) = self.running.iter_mut().find(|s| s.seq == span.seq) {
-                s.inside.captured = s.inside.captured.max(span.start + span.rows);
+                s.inside.seen = s.inside.seen.max(span.start + span.rows);
             }
         }
     }
@@ -395,20 +404,22 @@ impl Tap for StepTap<'_> {
         let Some(all) = &mut self.experts else { return };
         // Where somebody's residuals have all rows of the last layer computed, those of others do not count.
         let all_are_there = self.wants_all && layer + 1 == self.n_layers;
-        let counts = |row: usize| !all_are_there || self.batch.outputs.binary_search(&(row as u32)).is_ok();
+        let is_wanted = |row: usize| !all_are_there || self.batch.outputs.binary_search(&(row as u32)).is_ok();
         if all_are_there {
-            let rows = ids.chunks_exact(used).enumerate().filter(|(row, _)| counts(*row));
+            let rows = ids.chunks_exact(used).enumerate().filter(|(row, _)| is_wanted(*row));
             rows.for_each(|(_, ids)| all.add(layer, ids));
         } else {
             all.add(layer, ids);
         }
-        if self.running.iter().all(|s| s.inside.experts.is_none()) {
+        if !self.counts {
             return;
         }
         for (span, rows) in self.batch.spans_of(ids.len() / used) {
             let Some(s) = self.running.iter_mut().find(|s| s.seq == span.seq) else { continue };
             let Some(own) = &mut s.inside.experts else { continue };
-            rows.filter(|(row, _)| counts(*row)).for_each(|(row, _)| own.add(layer, &ids[row * used..][..used]));
+            let seen = s.inside.seen;
+            let new = rows.filter(|&(row, position)| is_wanted(row) && position >= seen);
+            new.for_each(|(row, _)| own.add(layer, &ids[row * used..][..used]));
         }
     }
 

@@ -3,7 +3,7 @@
 use crate::engine::Engine;
 use crate::error::Error;
 use crate::inside::{Capture, Captured, Positions};
-use crate::request::Request;
+use crate::request::{Finish, FinishReason, Request};
 use crate::sampler::PartialSampling;
 use puna_model::ControlVector;
 use std::collections::BTreeMap;
@@ -44,10 +44,8 @@ impl Engine {
             let texts = pairs.iter().flat_map(|(positive, negative)| [positive, negative]);
             let residuals = texts.map(|ids| self.add_text(ids, &layers)).collect::<Result<Vec<_>, _>>();
             // Those before one that is refused end too.
-            while !self.is_idle() {
-                self.step()?;
-            }
-            for pair in residuals?.chunks(2) {
+            let computed = self.finish_texts();
+            for pair in computed.and(residuals)?.chunks(2) {
                 let [positive, negative] =
                     [&pair[0], &pair[1]].map(|r| r.lock().unwrap_or_else(PoisonError::into_inner));
                 for (layer, sum) in &mut sums {
@@ -60,6 +58,19 @@ impl Engine {
         let mean = |sum: Vec<f64>| sum.into_iter().map(|sum| (sum / pairs.len() as f64) as f32).collect();
         let directions = sums.into_iter().map(|(layer, sum)| (layer, mean(sum))).collect();
         Ok(ControlVector::new(Path::new("the vector of these prompts"), directions)?)
+    }
+
+    /// Steps until all texts have ended.
+    fn finish_texts(&mut self) -> Result<(), Error> {
+        let mut result = Ok(());
+        while !self.is_idle() {
+            for event in self.step()? {
+                if let Some(Finish { reason: FinishReason::Error(e), .. }) = &event.finish {
+                    result = Err(e.clone());
+                }
+            }
+        }
+        result
     }
 
     /// Adds a text of which only residuals are wanted.

@@ -261,6 +261,37 @@ fn experts_are_counted() {
     assert!(answer(&mut dense, r).1.experts.is_none() && dense.experts().is_none());
 }
 
+/// Where sequences take each other's blocks, rows are computed again: they are told and counted once.
+#[test]
+fn rows_that_are_computed_again_count_once() {
+    for (name, long) in [("mixtral-moe", 90), ("olmoe-small", 90)] {
+        let mut alone = engine(name, 1, 512);
+        let block = alone.model_mut().kv_cache(KvType::F16).block_bytes();
+        let few = EngineOptions { kv_bytes: Some(5 * block), ..support::options(2, 24) };
+        let mut crowd = Engine::load(support::model(name), &few, &mut |_, _| {}).unwrap();
+        let last = alone.config().n_layers - 1;
+        let asked = |i: usize| {
+            let residuals = Residuals::default();
+            let positions = [Positions::Last, Positions::Prompt, Positions::All][i % 3];
+            let capture = residuals.capture([0, last], positions);
+            let r =
+                Request { count_experts: true, capture, ..request(prompt(30 + i, i as u32), &seeded(i as u64), long) };
+            (r, residuals)
+        };
+        let (requests, rows): (Vec<Request>, Vec<Residuals>) = (0..6).map(asked).unzip();
+        let got = together(&mut crowd, &requests);
+        let preemptions: usize = got.iter().map(|(_, finish)| finish.stats.preemptions).sum();
+        assert!(preemptions > 1, "{name}: {preemptions} times somebody made room");
+        for (i, (said, finish)) in got.iter().enumerate() {
+            let (r, expected) = asked(i);
+            let (same, once) = answer(&mut alone, r);
+            assert_eq!(said, &same, "{name}, {i}");
+            assert_eq!(finish.experts, once.experts, "{name}, {i}");
+            assert!(rows[i].take() == expected.take(), "{name}, {i}: other residuals");
+        }
+    }
+}
+
 /// A request's timings, and what passed from before it was added to its last event.
 fn timed(engine: &mut Engine, mut r: Request, mut each: impl FnMut(&Event)) -> (Timings, Duration) {
     r.timings = true;
@@ -360,6 +391,29 @@ fn nobody_is_timed_who_does_not_ask() {
     asks.timings = true;
     let got = together(&mut engine, &[request(prompt(30, 1), &greedy(), 5), asks]);
     assert!(got[0].1.timings.is_none() && got[1].1.timings.is_some());
+}
+
+#[test]
+fn an_idle_engine_measures_nothing() {
+    let mut engine = engine("llama-gqa", 1, 32);
+    engine.set_timing(true);
+    let pause = Duration::from_millis(300);
+    let idle = |engine: &mut Engine| {
+        assert!(engine.is_idle());
+        std::thread::sleep(pause);
+        answer(engine, request(prompt(20, 2), &greedy(), 2));
+        let write = engine.timings().time(Phase::Write);
+        assert!(write < pause, "nobody wrote for {write:?}");
+    };
+    // When all have ended, when the last one was ended, and when there was nothing to do.
+    answer(&mut engine, request(prompt(20, 1), &greedy(), 2));
+    idle(&mut engine);
+    let id = engine.add(request(prompt(20, 1), &greedy(), 50)).unwrap();
+    (0..3).for_each(|_| drop(engine.step().unwrap().to_vec()));
+    engine.cancel(id);
+    idle(&mut engine);
+    engine.step().unwrap();
+    idle(&mut engine);
 }
 
 #[test]

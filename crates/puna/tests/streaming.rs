@@ -89,3 +89,21 @@ fn a_file_that_is_cut_ends_requests_and_not_the_engine() {
     assert_eq!(answer(&mut engine, asked(1)).0, expected);
     check_empty(&engine);
 }
+
+/// A vector of texts that were not all computed is none.
+#[test]
+fn a_file_that_is_cut_ends_training() {
+    let dir = tempfile::tempdir().unwrap();
+    let path = dir.path().join("model.gguf");
+    let whole = fs::read(model("mixtral-moe")).unwrap();
+    fs::write(&path, &whole).unwrap();
+    let mut engine = with(&path, two(&path)).unwrap();
+    let pairs = [(prompt(30, 1), prompt(20, 2)), (prompt(9, 3), prompt(12, 4))];
+    let expected = engine.train_control_vector(&pairs, 1..=1, |_| {}).unwrap();
+    fs::write(&path, &whole[..1000]).unwrap();
+    let cut = engine.train_control_vector(&pairs, 1..=1, |_| {});
+    assert!(matches!(cut, Err(Error::Model(ModelError::Changed { .. }))), "{cut:?}");
+    check_empty(&engine);
+    fs::write(&path, &whole).unwrap();
+    assert_eq!(engine.train_control_vector(&pairs, 1..=1, |_| {}), Ok(expected));
+}

@@ -29,6 +29,8 @@ pub(crate) struct Prefixes {
     making: Arc<tokio::sync::Mutex<()>>,
     /// One file is read at a time: whoever wants the same one finds it read.
     reading: Arc<tokio::sync::Mutex<()>>,
+    /// Files get and lose their names one at a time, so that who has made one can tell of it.
+    naming: Mutex<()>,
 }
 
 /// What tells a file from one that replaced it.
@@ -62,6 +64,7 @@ impl Prefixes {
             known: Mutex::default(),
             making: Arc::default(),
             reading: Arc::default(),
+            naming: Mutex::default(),
         })))
     }
 
@@ -76,7 +79,7 @@ impl Prefixes {
         })
     }
 
-    /// Keeps a prefix, in place of one of the same name.
+    /// Keeps a prefix, in place of one of the same name. Gives it as the server lists it.
     ///
     /// # Errors
     /// There is no room for it, or it cannot be computed or written. What was there before is left then.
@@ -86,7 +89,8 @@ impl Prefixes {
         request: Arc<str>,
         name: &str,
         beginning: Beginning,
-    ) -> Result<(), ApiError> {
+        cards: Vec<Arc<Card>>,
+    ) -> Result<Value, ApiError> {
         let path = self.file(name)?;
         let making = self.making.clone().lock_owned().await;
         let (this, own) = (self.clone(), name.to_owned());
@@ -96,8 +100,10 @@ impl Prefixes {
         let (this, name) = (self.clone(), name.to_owned());
         blocking(move || {
             let _making = making;
-            write(&transfer, &path, &wanted)?;
-            Ok(this.has_written(&name, &path)?)
+            let written = write(&transfer, &path, &wanted)?;
+            let _naming = this.naming.lock().unwrap_or_else(PoisonError::into_inner);
+            written.finish().map_err(Trouble::from)?;
+            Ok(this.has_written(&name, &path)?.value(&name, &cards))
         })
         .await
     }
@@ -114,12 +120,12 @@ impl Prefixes {
     }
 
     /// What a file says that was just written need not be checked.
-    fn has_written(&self, name: &str, path: &Path) -> Result<(), Trouble> {
-        let state = Ok(Arc::new(StateReader::open(path)?.state().clone()));
-        if let Ok(Some(stamp)) = self.stamp(name) {
-            self.lock().insert(name.to_owned(), Known { stamp, state, loaded: None });
-        }
-        Ok(())
+    fn has_written(&self, name: &str, path: &Path) -> Result<Known, ApiError> {
+        let state = StateReader::open(path).map_err(Trouble::from)?.state().clone();
+        let stamp = self.stamp(name)?.ok_or_else(|| unknown(name))?;
+        let known = Known { stamp, state: Ok(Arc::new(state)), loaded: None };
+        self.lock().insert(name.to_owned(), known.clone());
+        Ok(known)
     }
 
     /// Puts a prefix into the cache of a model, if it is not there and some of the requests could take something of it.
@@ -148,6 +154,7 @@ impl Prefixes {
             match this.load_file(&model, &name, &wanted) {
                 // The requests do without it.
                 Err(trouble) if trouble.is_lack_of_room() => Ok(()),
+                Err(_) if this.stamp(&name)?.is_none() => Err(unknown(&name)),
                 other => Ok(other?),
             }
         })
@@ -239,6 +246,7 @@ impl Prefixes {
         self.file(name)?;
         let (this, name) = (self.clone(), name.to_owned());
         blocking(move || {
+            let _naming = this.naming.lock().unwrap_or_else(PoisonError::into_inner);
             this.lock().remove(&name);
             let has_removed = this.folder.remove(&name).map_err(Trouble::Engine)?;
             if has_removed { Ok(()) } else { Err(unknown(&name)) }
@@ -279,7 +287,12 @@ impl Prefixes {
             reader.check()?;
             Ok::<Arc<State>, Trouble>(Arc::new(reader.state().clone()))
         };
-        let known = Known { stamp, state: read().map_err(ApiError::from), loaded: None };
+        let state = read().map_err(ApiError::from);
+        // It may have been deleted before it was opened.
+        if state.is_err() && self.stamp(name)?.is_none() {
+            return Err(unknown(name));
+        }
+        let known = Known { stamp, state, loaded: None };
         self.lock().insert(name.to_owned(), known.clone());
         Ok(known)
     }
@@ -329,8 +342,8 @@ fn unknown(name: &str) -> ApiError {
     ApiError { param: Some("name".into()), ..error }
 }
 
-/// Writes what a transfer gives, as long as somebody waits for it.
-fn write(transfer: &Transfer, path: &Path, wanted: &oneshot::Sender<()>) -> Result<(), Trouble> {
+/// Writes what a transfer gives, as long as somebody waits for it. The file has no name yet.
+fn write(transfer: &Transfer, path: &Path, wanted: &oneshot::Sender<()>) -> Result<StateWriter, Trouble> {
     let mut writer = StateWriter::create(path)?;
     while let Some(piece) = transfer.next_piece()? {
         if wanted.is_closed() {
@@ -338,5 +351,5 @@ fn write(transfer: &Transfer, path: &Path, wanted: &oneshot::Sender<()>) -> Resu
         }
         writer.write(&piece)?;
     }
-    Ok(writer.finish()?)
+    Ok(writer)
 }

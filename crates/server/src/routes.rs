@@ -159,10 +159,10 @@ async fn keep_prefix(State(app): Shared, PathName(id): PathName, extensions: Ext
         Ok((model, request.beginning(&card)?))
     })
     .await?;
-    let keeping = prefixes.keep(&model, name(&extensions), &id, beginning);
+    let keeping = prefixes.keep(&model, name(&extensions), &id, beginning, app.cards());
     let late = |_| ApiError::new(Kind::Timeout, "the prefix took too long").code("request_timeout");
-    tokio::time::timeout(app.limits.request, keeping).await.map_err(late)??;
-    Ok(json(StatusCode::OK, &prefixes.find(&id, app.cards()).await?))
+    let kept = tokio::time::timeout(app.limits.request, keeping).await.map_err(late)??;
+    Ok(json(StatusCode::OK, &kept))
 }
 
 async fn remove_prefix(State(app): Shared, PathName(name): PathName) -> Answer {

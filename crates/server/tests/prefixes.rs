@@ -410,6 +410,52 @@ fn streams_go_on_while_prefixes_come_and_go() {
     assert_eq!(ids(&server), ["p0", "p1", "p2", "p3", "p4"]);
 }
 
+/// Clients that make, use, look at and delete the same prefixes at once.
+#[test]
+fn the_same_name_at_once() {
+    let dir = tempfile::tempdir().unwrap();
+    let lengths = [3, 4];
+    let plain = Running::start(options(1024));
+    let expected = lengths.map(|n| plain.chat(talk(n, "Who lives there?", json!({})))["choices"].clone());
+    drop(plain);
+    let server = Running::start(kept_in(dir.path()));
+    let (server, expected, dir) = (&server, &expected, dir.path());
+    std::thread::scope(|scope| {
+        for client in 0..8 {
+            scope.spawn(move || {
+                for round in 0..6 {
+                    let (name, which) = (["a", "b"][round % 2], (client + round) % 2);
+                    let path = format!("/v1/prefixes/{name}");
+                    match client % 4 {
+                        // It tells what it has made, whatever became of it.
+                        0 => assert!(keep(server, name, lengths[which])["tokens"].as_u64().is_some()),
+                        1 => assert!([200, 404].contains(&server.delete(&path).status)),
+                        2 => {
+                            let told = server.get(&path);
+                            assert!(told.status == 404 || told.json()["error"].is_null(), "{}", told.text());
+                        }
+                        _ => {
+                            let fields = json!({ "prefix": name });
+                            let reply = ask(server, &talk(lengths[which], "Who lives there?", fields));
+                            match reply.status {
+                                200 => assert_eq!(reply.json()["choices"], expected[which]),
+                                _ => assert_eq!(error(&reply), (404, json!("prefix"), json!("prefix_not_found"))),
+                            }
+                        }
+                    }
+                }
+            });
+        }
+    });
+    wait_free(server);
+    for (i, name) in ["a", "b"].into_iter().enumerate() {
+        keep(server, name, lengths[i]);
+        let answer = server.chat(talk(lengths[i], "Who lives there?", json!({ "prefix": name })));
+        assert_eq!(answer["choices"], expected[i]);
+    }
+    assert_eq!(files(dir), ["a.kv", "b.kv"]);
+}
+
 #[test]
 fn keys_and_limits_are_those_of_other_routes() {
     let dir = tempfile::tempdir().unwrap();

@@ -162,7 +162,10 @@ fn files_that_change_end_requests_and_not_the_server() {
         let body = json!({ "model": "mixture", "prompt": "Llamas live in the Andes", "max_tokens": 9 });
         let reply = server.post(COMPLETIONS, &body);
         assert_eq!(reply.status, 500, "{}", reply.text());
-        for error in [reply.error(), end_of(greedy), end_of(sampled)] {
+        let texts = json!({ "model": "mixture", "input": ["Llamas live in the Andes", "and so on"] });
+        let vectors = server.post("/v1/embeddings", &texts);
+        assert_eq!(vectors.status, 500, "{}", vectors.text());
+        for error in [reply.error(), vectors.error(), end_of(greedy), end_of(sampled)] {
             let expected = json!({ "message": message, "type": "server_error", "param": null, "code": null });
             assert_eq!(error, expected, "change {i}");
         }
