@@ -241,12 +241,13 @@ impl<'a> Session<'a> {
         let capture = |(layers, positions)| Capture { layers, positions, sink: residuals.sink() };
         request.capture = self.capture.clone().map(capture);
         let mut all: Vec<u32> = request.prompt.tokens().collect();
-        let tokenize = self.start.elapsed();
         let total = request.prompt.len() as u64;
         let mut progress = Progress::new("reading the prompt", Unit::Tokens);
         let (mut text, mut ids) = (String::new(), Vec::new());
         let mut printed: Result<(), std::io::Error> = Ok(());
         let (interrupted, as_json) = (&self.interrupted, self.args.json);
+        // From here on the engine measures.
+        let tokenize = self.start.elapsed();
         let mut finish = self.engine.generate(request, |event| {
             if event.token.is_none() && event.finish.is_none() {
                 progress.update(event.computed as u64, total);
