@@ -79,9 +79,10 @@ impl Model {
     /// If there is none, or can be none.
     pub fn place(&self, n: usize) -> Result<Place, ApiError> {
         self.room.take(n).map_err(|full| match full {
-            Full::Never { most } => {
-                ApiError::invalid("n", format!("{n} answers at once (prompts times n), the server takes at most {most}"))
-            }
+            Full::Never { most } => ApiError::invalid(
+                "n",
+                format!("{n} answers at once (prompts times n), the server takes at most {most}"),
+            ),
             Full::Later(wait) => {
                 let what = format!("{}: too many requests wait already; try again later", self.id);
                 ApiError { retry_after: Some(wait), ..ApiError::new(Kind::RateLimit, what).code("queue_full") }
