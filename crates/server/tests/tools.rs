@@ -110,6 +110,31 @@ fn several_calls_are_told_apart_by_their_index() {
     assert!(several > 0, "no answer has several calls");
 }
 
+#[test]
+fn a_call_that_is_cut_is_none_to_be_made() {
+    let server = Running::start(support::options(1024));
+    let fields = with(with_tools(json!("required")), json!({ "parallel_tool_calls": false }));
+    let whole = server.chat(fields.clone())["choices"][0]["message"]["tool_calls"][0]["function"].clone();
+    let arguments: Vec<char> = whole["arguments"].as_str().unwrap().chars().collect();
+    let (mut cut, mut kept) = (0, 0);
+    for at in 0..arguments.len() - 1 {
+        let stop: String = arguments[at..at + 2].iter().collect();
+        let fields = with(fields.clone(), json!({ "stop": stop }));
+        let choice = server.chat(fields.clone())["choices"][0].clone();
+        let chunks = server.post(PATH, &chat(with(fields, json!({ "stream": true })))).events();
+        assert_eq!(chunks.last().unwrap()["choices"][0]["finish_reason"], choice["finish_reason"], "{stop:?}");
+        let calls = choice["message"]["tool_calls"].as_array().into_iter().flatten();
+        let is_whole =
+            |call: &Value| serde_json::from_str::<Value>(call["function"]["arguments"].as_str().unwrap()).is_ok();
+        let whole: Vec<bool> = calls.map(is_whole).collect();
+        let expected = if whole == [true] { "tool_calls" } else { "stop" };
+        assert_eq!(choice["finish_reason"], expected, "{stop:?}: {choice}");
+        cut += usize::from(whole == [false]);
+        kept += usize::from(whole == [true]);
+    }
+    assert!(cut > 3, "{cut} are cut, {kept} are whole");
+}
+
 /// What a stream says, put together: null where no piece has content.
 fn streamed(server: &Running, fields: &Value) -> Value {
     let chunks = server.post(PATH, &chat(with(fields.clone(), json!({ "stream": true })))).events();

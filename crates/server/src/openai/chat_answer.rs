@@ -51,6 +51,8 @@ struct Reader {
     is_reasoning: bool,
     /// White space that the content begins with, as long as calls may come: before those it is nothing that was said.
     blank: Option<String>,
+    /// Of the last call.
+    arguments: String,
     /// As [`Replies::form`].
     form: &'static str,
 }
@@ -58,24 +60,37 @@ struct Reader {
 impl Reader {
     fn new(replies: &Replies, seed: u64) -> Reader {
         let blank = replies.has_tools().then(String::new);
-        Reader { parser: replies.parser(seed), is_reasoning: false, blank, form: replies.form }
+        let (parser, arguments) = (replies.parser(seed), String::new());
+        Reader { parser, is_reasoning: false, blank, arguments, form: replies.form }
     }
 
     /// The pieces that an event makes, and why the answer ended, if it did.
     fn take(&mut self, event: &Event, usage: &mut Usage) -> Result<(Vec<Delta>, Option<&'static str>), ApiError> {
         usage.take(event);
         let mut pieces = self.parser.push(&event.text);
-        let mut reason = None;
-        if let Some(finish) = &event.finish {
-            let name = finish_reason(&finish.reason, self.form)?;
+        let end = event.finish.as_ref().map(|finish| finish_reason(&finish.reason, self.form)).transpose()?;
+        if end.is_some() {
             pieces.extend(self.parser.finish());
-            reason = Some(if name == "stop" && self.parser.n_calls() > 0 { "tool_calls" } else { name });
         }
+        for piece in &pieces {
+            if let Delta::Call(call) = piece {
+                if call.begin.is_some() {
+                    self.arguments.clear();
+                }
+                self.arguments.push_str(&call.arguments);
+            }
+        }
+        let reason = end.map(|name| if name == "stop" && self.ends_with_call() { "tool_calls" } else { name });
         if let Some(last) = pieces.last() {
             self.is_reasoning = matches!(last, Delta::Reasoning(_));
         }
         usage.reasoning += usize::from(event.token.is_some() && self.is_reasoning);
         Ok((self.without_blank(pieces, reason.is_some()), reason))
+    }
+
+    /// Whether there are calls, and the last one is whole: a stop string can cut it, and then nobody can make it.
+    fn ends_with_call(&self) -> bool {
+        self.parser.n_calls() > 0 && serde_json::from_str::<Value>(&self.arguments).is_ok()
     }
 
     /// The pieces without white space that may turn out to stand before calls alone.
