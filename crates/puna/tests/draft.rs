@@ -420,6 +420,30 @@ fn another_vocabulary_is_refused() {
     }
 }
 
+/// The same tokens, of which one is another kind of token, or that texts begin with another one.
+#[test]
+fn another_use_of_the_same_tokens_is_refused() {
+    let dir = tempfile::tempdir().unwrap();
+    let (path, model) = (dir.path().join("other.gguf"), model("llama-gqa"));
+    let bytes = std::fs::read(&model).unwrap();
+    let place = |key: &str| bytes.windows(key.len()).position(|w| w == key.as_bytes()).unwrap() + key.len();
+    // Behind a key its type, 4 bytes; of lists also the type of what is in them, and their length of 8 bytes.
+    let kind = |id: usize| place("tokenizer.ggml.token_type") + 16 + 4 * id;
+    let (bos, eos) = (place("tokenizer.ggml.bos_token_id") + 4, place("tokenizer.ggml.eos_token_id") + 4);
+    for (at, to, start) in [
+        (bos, 5u32, "texts begin with token 5 there, and with token 1 in the model"),
+        (kind(294), 3, "token 294, \"self\", is a control token there, and text in the model"),
+        (eos, 300, "token 300, \" f\", is an end token there, and text in the model"),
+    ] {
+        let mut other = bytes.clone();
+        other[at..at + 4].copy_from_slice(&to.to_le_bytes());
+        std::fs::write(&path, other).unwrap();
+        let error = Engine::load(&model, &with_model(&path, 4, true), &mut |_, _| {}).err();
+        let Some(Error::DraftVocabulary { path: of, what }) = error else { panic!("{start}: {error:?}") };
+        assert!(of == path && what.starts_with(start), "{what}");
+    }
+}
+
 proptest! {
     #![proptest_config(ProptestConfig::with_cases(24))]
     /// Whatever a drafter says, known ids or not.
