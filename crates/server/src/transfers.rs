@@ -310,7 +310,9 @@ mod tests {
         running.wait(|held| held == 0.0);
         drop(running.keep());
         // Nobody waits for the answer any more when it comes, though the transfer has not been ended yet.
-        let transfer = running.keep_for(oneshot::channel().0);
+        let (reply, answer) = oneshot::channel();
+        drop(answer);
+        let transfer = running.keep_for(reply);
         running.wait(|held| held == 0.0);
         drop(transfer);
         running.end();
