@@ -27,8 +27,8 @@ pub(crate) struct Packing {
     moves: Vec<Move>,
     /// The same, four neighbouring bytes of every row at a time where they move alike, for packing whole panels.
     gathers: Vec<Gather>,
-    pieces: Vec<Piece>,
-    /// Where in a block the words begin that these take.
+    shifts: Vec<Shift>,
+    /// Where in a block the words begin that shifts take.
     words: Vec<usize>,
 }
 
@@ -44,15 +44,22 @@ struct Gather {
     /// Whether it is four bytes, which lie side by side.
     is_word: bool,
     flip: u32,
-    pieces: Range<usize>,
+    shifts: Range<usize>,
 }
 
-/// Bits that move together: word `from` of the block, shifted, under a mask.
+/// Bits that move together: byte or four bytes `from` of the block, shifted, under a mask.
 #[derive(Clone, Copy)]
 struct Piece {
-    /// Its first byte, and at last its number among the words that are taken.
     from: usize,
     /// Bits to the left, or to the right where it is below 0.
+    left: i32,
+    mask: u32,
+}
+
+/// A piece as part of a word that is taken.
+struct Shift {
+    /// The word's number.
+    word: usize,
     left: i32,
     mask: u32,
 }
@@ -86,14 +93,15 @@ impl Packing {
                 }
             }
         }
-        let mut packing = Packing { block_bytes, moves, gathers: Vec::new(), pieces: Vec::new(), words: Vec::new() };
-        packing.gather();
-        packing.number();
+        let mut packing = Packing { block_bytes, moves, gathers: Vec::new(), shifts: Vec::new(), words: Vec::new() };
+        let pieces = packing.gather();
+        packing.take(&pieces);
         packing
     }
 
     /// Finds what moves together. Places of a format are those of row 0 and a fixed distance a row.
-    fn gather(&mut self) {
+    fn gather(&mut self) -> Vec<Piece> {
+        let mut all: Vec<Piece> = Vec::new();
         let mut bytes: BTreeMap<usize, (usize, u32, Vec<Piece>)> = BTreeMap::new();
         for (m, next) in self.moves_of_row(0).iter().zip(self.moves_of_row(1)) {
             let stride = usize::from(next.to - m.to);
@@ -114,41 +122,41 @@ impl Packing {
                 .enumerate()
                 .all(|(i, b)| b.2.len() == pieces.len() && pieces.iter().zip(&b.2).all(|(p, q)| follows(i + 1, p, q)));
             let is_word = stride == 4 && next.len() == 3 && alike;
-            let start = self.pieces.len();
+            let start = all.len();
             let mut word = flip;
-            self.pieces.extend(&pieces);
+            all.extend(&pieces);
             for (i, (_, flip, more)) in next.iter().enumerate().filter(|_| is_word) {
                 word |= flip << (8 * (i + 1));
-                self.pieces[start..].iter_mut().zip(more).for_each(|(p, q)| p.mask |= q.mask << (8 * (i + 1)));
+                all[start..].iter_mut().zip(more).for_each(|(p, q)| p.mask |= q.mask << (8 * (i + 1)));
             }
-            self.gathers.push(Gather { to, stride, is_word, flip: word, pieces: start..self.pieces.len() });
+            self.gathers.push(Gather { to, stride, is_word, flip: word, shifts: start..all.len() });
             if is_word {
                 (1..4).for_each(|i| drop(bytes.remove(&(to + i))));
             }
         }
+        all
     }
 
-    /// Numbers the words that are taken. Single bytes are part of those that are taken anyway, or of one of their own.
-    fn number(&mut self) {
-        let (last, pieces) = (self.block_bytes - 4, &mut self.pieces);
-        let of_words = self.gathers.iter().filter(|gather| gather.is_word).flat_map(|gather| gather.pieces.clone());
+    /// Finds the words that pieces are taken from. Single bytes are part of those that are taken anyway, or of more.
+    fn take(&mut self, pieces: &[Piece]) {
+        let last = self.block_bytes - 4;
+        let of_words = self.gathers.iter().filter(|gather| gather.is_word).flat_map(|gather| gather.shifts.clone());
         self.words = of_words.map(|i| pieces[i].from).collect::<BTreeSet<_>>().into_iter().collect();
         for gather in &self.gathers {
-            for piece in &mut pieces[gather.pieces.clone()] {
-                let holds =
-                    |&from: &usize| from == piece.from || !gather.is_word && (from..from + 4).contains(&piece.from);
+            for &Piece { from, left, mask } in &pieces[gather.shifts.clone()] {
+                let holds = |&start: &usize| start == from || !gather.is_word && (start..start + 4).contains(&from);
                 let word = self.words.iter().position(holds).unwrap_or_else(|| {
-                    self.words.push(piece.from.min(last));
+                    self.words.push(from.min(last));
                     self.words.len() - 1
                 });
-                let bits = 8 * (piece.from - self.words[word]) as i32;
-                *piece = Piece { from: word, left: piece.left - bits, ..*piece };
+                let bits = 8 * (from - self.words[word]) as i32;
+                self.shifts.push(Shift { word, left: left - bits, mask });
             }
         }
         assert!(self.words.len() <= MAX_WORDS && self.words.iter().all(|&start| start <= last), "words of a block");
     }
 
-    /// Reads what pieces take of a row's block. A function of its own, since vector instructions for it are slower.
+    /// Reads what shifts take of a row's block. A function of its own, since vector instructions for it are slower.
     #[inline(never)]
     fn take_words(&self, block: &[u8], lane: usize, words: &mut [[i32; LANES]; MAX_WORDS]) {
         assert!(block.len() == self.block_bytes && lane < LANES);
@@ -213,11 +221,11 @@ impl Kernel for PackPanel<'_> {
             for (lane, row) in rows.iter().enumerate() {
                 packing.take_words(&row[i * size..][..size], lane, &mut words);
             }
-            for Gather { to, stride, is_word, flip, pieces } in &packing.gathers {
+            for Gather { to, stride, is_word, flip, shifts } in &packing.gathers {
                 let mut sum = s.splat_i(*flip as i32);
-                for &Piece { from, left, mask } in &packing.pieces[pieces.clone()] {
+                for &Shift { word, left, mask } in &packing.shifts[shifts.clone()] {
                     // SAFETY: a word is 16 lanes.
-                    let word = unsafe { s.load_i(words[from].as_ptr()) };
+                    let word = unsafe { s.load_i(words[word].as_ptr()) };
                     let moved = if left < 0 { s.shr_i(word, left.unsigned_abs()) } else { s.shl_i(word, left as u32) };
                     sum = s.xor_i(sum, s.and_i(moved, s.splat_i(mask as i32)));
                 }

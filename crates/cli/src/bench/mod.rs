@@ -293,5 +293,6 @@ fn round(x: f64, digits: i32) -> f64 {
 fn peak_memory_mb() -> Option<u64> {
     let status = std::fs::read_to_string("/proc/self/status").ok()?;
     let line = status.lines().find_map(|l| l.strip_prefix("VmHWM:"))?;
-    Some(line.trim().strip_suffix("kB")?.trim().parse::<u64>().ok()? / 1024)
+    // The system's kB are 1024 bytes.
+    Some(line.trim().strip_suffix("kB")?.trim().parse::<u64>().ok()? * 1024 / 1_000_000)
 }
