@@ -400,8 +400,6 @@ impl Worker {
 
     fn publish(&self) {
         let (status, metrics) = (self.engine.status(), &self.metrics);
-        metrics.running.set(status.running as f64);
-        metrics.waiting.set((status.waiting + self.jobs.len()) as f64);
         metrics.kv_usage.set(status.kv_held as f64 / status.kv_limit.max(1) as f64);
         metrics.kv_held.set(status.kv_held as f64);
         metrics.kv_cached.set(status.kv_cached as f64);
@@ -414,6 +412,9 @@ impl Worker {
             let pairs = layers.iter().zip(counts.layers()).flat_map(|(to, from)| to.iter().zip(from));
             pairs.for_each(|(counter, count)| counter.set(*count));
         }
+        // At last: who reads that nothing runs any more reads what is true of that in the others.
+        metrics.waiting.set((status.waiting + self.jobs.len()) as f64);
+        metrics.running.set(status.running as f64);
     }
 }
 

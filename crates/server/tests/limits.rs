@@ -493,6 +493,8 @@ fn metrics_that_gateways_read() {
     server.chat(json!({}));
     server.chat(json!({}));
     assert_eq!(server.metric("vllm:generation_tokens_total"), 16.0);
+    // Who hears the end may be quicker than the gauges.
+    server.wait_idle(Duration::from_secs(60));
     assert_eq!(server.metric("vllm:num_requests_running"), 0.0);
     assert_eq!(server.metric("vllm:num_requests_waiting"), 0.0);
     let usage = server.metric("vllm:kv_cache_usage_perc");
